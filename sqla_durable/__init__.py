@@ -1,0 +1,71 @@
+"""Durable step execution on your own SQLAlchemy models, in your own PostgreSQL.
+
+The asyncio twin of :class:`Runs` is :class:`sqla_durable.asyncio.AsyncRuns`; it is imported on request only, as it
+needs greenlet.
+"""
+
+from sqla_durable.exc import (
+    Cancelled,
+    ConfigurationError,
+    DatabaseUnavailable,
+    DurableError,
+    HolderError,
+    LostLease,
+    NestedStep,
+    ReceiptMismatch,
+    ResultError,
+    RetryableError,
+    RunNotFound,
+    StepFailed,
+    StepReused,
+    StepTimeout,
+    TransactionConflict,
+    TransactionEnded,
+    UndeclaredTransition,
+    UsageError,
+)
+from sqla_durable.execution import Ending, Outcome
+from sqla_durable.failure import Failure
+from sqla_durable.lease import Lease, LeaseMixin
+from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
+from sqla_durable.retry import Retry
+from sqla_durable.run import RunMixin
+from sqla_durable.runs import Run, Runs
+from sqla_durable.status import StatusMachine
+
+__all__ = [
+    "Cancelled",
+    "ConfigurationError",
+    "DatabaseUnavailable",
+    "DurableError",
+    "Effect",
+    "Ending",
+    "Failure",
+    "HolderError",
+    "Lease",
+    "LeaseMixin",
+    "Lifecycle",
+    "LostLease",
+    "NestedStep",
+    "Outcome",
+    "Receipt",
+    "ReceiptMismatch",
+    "ReceiptMixin",
+    "ResultError",
+    "Retry",
+    "RetryableError",
+    "Run",
+    "RunMixin",
+    "RunNotFound",
+    "Runs",
+    "StatusMachine",
+    "StepFailed",
+    "StepOutcome",
+    "StepReused",
+    "StepTimeout",
+    "TransactionConflict",
+    "TransactionEnded",
+    "UndeclaredTransition",
+    "UsageError",
+]

@@ -1,0 +1,43 @@
+"""The database clock as SQL. No Python clock value ever reaches a lease, backoff, expiry or schedule column.
+
+PostgreSQL has three clocks (`Current Date/Time
+<https://www.postgresql.org/docs/current/functions-datetime.html#FUNCTIONS-DATETIME-CURRENT>`_). ``now()`` is the
+transaction's start, which a step that waited for its lock has long left behind. A *stamp* is therefore taken from
+``clock_timestamp()``, in a statement that runs after the lock; a *comparison* uses ``statement_timestamp()``, which
+is stable within a statement and can use an index, as the volatile ``clock_timestamp()`` cannot.
+
+Tests move a run's times rather than the clock: see :mod:`sqla_durable.testing`.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, DateTime, Float, Interval, cast, func, literal
+
+from sqla_durable.retry import Retry
+
+
+def stamp() -> ColumnElement[datetime]:
+    """The instant to write into a row."""
+    return func.clock_timestamp(type_=DateTime(timezone=True))
+
+
+def now() -> ColumnElement[datetime]:
+    """The instant to compare a row with."""
+    return func.statement_timestamp(type_=DateTime(timezone=True))
+
+
+def interval(duration: timedelta) -> ColumnElement[timedelta]:
+    """A duration as an SQL constant, exact to the microsecond."""
+    return cast(f"{duration.days} days {duration.seconds} seconds {duration.microseconds} microseconds", Interval)
+
+
+def backoff(retry: Retry, attempts: ColumnElement[int]) -> ColumnElement[timedelta]:
+    """The delay before the next start of a run that has been started ``attempts`` times."""
+    exponent = func.least(func.greatest(attempts - 1, 0), retry.doublings)
+    delay = func.least(
+        interval(retry.backoff) * func.power(literal(retry.factor, Float), exponent), interval(retry.cap)
+    )
+    spread = 1 + literal(retry.jitter, Float) * (2 * func.random(type_=Float) - 1)
+    return delay * spread

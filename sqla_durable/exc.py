@@ -1,0 +1,123 @@
+"""The errors of sqla_durable, a tree to be seen at a glance.
+
+::
+
+    DurableError
+     +-- ConfigurationError      a declaration that cannot work; raised while a class or helper is defined
+     +-- UsageError              a call that cannot be right; nothing of it is committed
+     |    +-- UndeclaredTransition   an edge the status machine does not have
+     |    +-- RunNotFound            no such run, or not one of this class
+     |    +-- StepReused             a step key used twice in one execution
+     |    +-- NestedStep             a step inside a step's body
+     |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
+     |    +-- ResultError            a result that does not survive being stored
+     |    +-- ReceiptMismatch        a receipt that belongs to another kind of step, or does not decode
+     +-- HolderError             this holder may not go on with its run
+     |    +-- LostLease              the fence moved on: the holder may write nothing any more
+     |    +-- Cancelled              someone asked for this run to be cancelled
+     +-- StepFailed              a replayed step's recorded failure
+     +-- RetryableError          nothing was decided; the same call may be made again
+          +-- DatabaseUnavailable    the connection broke, or the server takes no writes at present
+          +-- StepTimeout            PostgreSQL cut off a step that idled, ran or waited for too long
+          +-- TransactionConflict    a serialisation failure or a deadlock (SQLSTATE 40001, 40P01)
+
+A *lost race*, a conditional transition that matched no row, is a return value and not in this tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sqla_durable.failure import Failure
+    from sqla_durable.lease import Lease
+
+
+class DurableError(Exception):
+    """The base of every error that sqla_durable raises."""
+
+
+class ConfigurationError(DurableError):
+    """A declaration that cannot work, found while the class or helper is defined."""
+
+
+class UsageError(DurableError):
+    """A call that cannot be right; nothing of it has been committed."""
+
+
+class UndeclaredTransition(UsageError):
+    """A transition along an edge that the status machine does not declare, refused before any SQL."""
+
+
+class RunNotFound(UsageError):
+    """No run with that identity exists, or it is not one of the bound class."""
+
+
+class StepReused(UsageError):
+    """A step key was used twice in one execution."""
+
+
+class NestedStep(UsageError):
+    """A step was started inside the body of another step of the same run."""
+
+
+class TransactionEnded(UsageError):
+    """A body ended its step's transaction, or swallowed a database error inside it; all was rolled back."""
+
+
+class ResultError(UsageError):
+    """A step's result would not come back equal in value and type, or PostgreSQL could not store it."""
+
+
+class ReceiptMismatch(UsageError):
+    """A receipt was recorded by another kind of step, or its result no longer decodes."""
+
+
+class HolderError(DurableError):
+    """This holder may not go on with its run; :attr:`lease` says which."""
+
+    def __init__(self, message: str, lease: Lease) -> None:
+        super().__init__(message, lease)
+        self.lease = lease
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class LostLease(HolderError):
+    """The fence moved on, or the run ended: this holder may write nothing any more."""
+
+
+class Cancelled(HolderError):
+    """Someone asked for this run to be cancelled; it can only land as cancelled now."""
+
+
+class StepFailed(DurableError):
+    """A replayed step had failed for good; :attr:`failure` is what was recorded then."""
+
+    def __init__(self, step: str, failure: Failure) -> None:
+        super().__init__(step, failure)
+        self.step = step
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"step {self.step!r} failed with {self.failure.type}: {self.failure.message}"
+
+
+class RetryableError(DurableError):
+    """Nothing was decided: the same call may be made again."""
+
+
+class DatabaseUnavailable(RetryableError):
+    """The connection broke, or the server takes no writes at present.
+
+    Where it broke during a ``COMMIT`` the outcome is unknown: the next attempt finds the receipt, or does the step.
+    """
+
+
+class StepTimeout(RetryableError):
+    """PostgreSQL cut off a step whose transaction idled, ran or waited for longer than a timeout allows."""
+
+
+class TransactionConflict(RetryableError):
+    """A serialisation failure or a deadlock; retry the whole transaction."""

@@ -1,0 +1,125 @@
+"""Carrying a run out: claim, handler, landing, and what truly happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError
+from sqla_durable.failure import Failure
+from sqla_durable.holder import Holder
+from sqla_durable.receipt import Receipt
+
+
+class Ending(StrEnum):
+    """How a call of ``execute`` ended."""
+
+    LANDED = "landed"
+    """The run is in a terminal status, by this call or, where ``replayed``, before it."""
+    LOST_LEASE = "lost lease"
+    """The run was taken over while this call carried it out; nothing was written after that."""
+    LOST_RACE = "lost race"
+    """Another holder has the run; the handler was not called."""
+    NOT_CLAIMABLE = "not claimable"
+    """The run is not ready, or not due; the handler was not called."""
+    INTERRUPTED = "interrupted"
+    """The run is not finished and will be claimed again: it was released, or is left to its lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What truly happened in a call of ``execute``.
+
+    A first run and a replay of it compare equal.
+
+    :param ending: how the call ended.
+    :param status: the run's status as last seen.
+    :param receipts: the receipts of a landed run, in the order they were recorded; else those this call knows of.
+    :param failure: what was recorded on the run as its error.
+    :param replayed: whether the run had landed before, so that this call answered from its receipts.
+    :param exception: what the handler raised in this call.
+    """
+
+    ending: Ending
+    status: StrEnum
+    receipts: tuple[Receipt, ...] = ()
+    failure: Failure | None = None
+    replayed: bool = field(default=False, compare=False)
+    exception: BaseException | None = field(default=None, compare=False)
+
+
+def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
+    """Call the handler of a claimed run and land the run according to how that went.
+
+    A lost lease outweighs a cancel request, and that outweighs the handler's own result.
+
+    :raises BaseException: an interruption (``KeyboardInterrupt``, ``SystemExit``, ``asyncio.CancelledError``) passes,
+     after the run was released where it can be; no failure is recorded.
+    """
+    try:
+        handler()
+    except Exception as error:
+        return _ended(holder, error)
+    except BaseException as interruption:
+        if holder.lost is not None:
+            return _ended(holder, interruption)
+        _let_go(holder)
+        raise
+    return _ended(holder, None)
+
+
+def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
+    """Write how the handler ended, unless it has done so itself; the write may find the lease lost."""
+    failure = None if error is None else Failure.of(error)
+    if holder.ended:
+        return _outcome(holder, failure, error)
+    try:
+        if holder.lost is not None:
+            raise holder.lost
+        if error is None:
+            holder.finish({})
+        elif isinstance(error, RetryableError):
+            _back_off(holder, failure)
+        else:
+            holder.fail(error, {})
+    except Cancelled:
+        return _cancelled(holder, error)
+    except LostLease:
+        return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), None, exception=error)
+    except RetryableError as unavailable:
+        return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), failure, exception=error or unavailable)
+    return _outcome(holder, failure, error)
+
+
+def _outcome(holder: Holder[Any], failure: Failure | None, error: BaseException | None) -> Outcome:
+    landed = holder.status in holder.store.runs.lifecycle.machine.terminal
+    ending = Ending.LANDED if landed else Ending.INTERRUPTED
+    return Outcome(ending, holder.status, holder.known(), failure, exception=error)
+
+
+def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
+    try:
+        holder.land(holder.store.runs.lifecycle.cancelled, {})
+    except LostLease:
+        return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), exception=error)
+    except RetryableError as unavailable:
+        return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=error or unavailable)
+    return _outcome(holder, None, error)
+
+
+def _back_off(holder: Holder[Any], failure: Failure | None) -> None:
+    if holder.store.runs.lifecycle.releases:
+        holder.release(failure)
+
+
+def _let_go(holder: Holder[Any]) -> None:
+    """Release an interrupted run if that can be done; otherwise its lease runs out."""
+    if holder.ended or not holder.store.runs.lifecycle.releases:
+        return
+    with suppress(DurableError, SQLAlchemyError):
+        holder.release()

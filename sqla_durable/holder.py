@@ -1,0 +1,249 @@
+"""The holder of one run in one process: what it has learnt of the run's steps, and its writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Connection, Row, Update
+
+from sqla_durable import fence
+from sqla_durable.codec import Codec
+from sqla_durable.exc import (
+    Cancelled,
+    ConfigurationError,
+    DurableError,
+    LostLease,
+    NestedStep,
+    StepReused,
+    UsageError,
+)
+from sqla_durable.failure import Failure
+from sqla_durable.lease import Lease
+from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
+from sqla_durable.rows import arguments
+from sqla_durable.run import RunT
+from sqla_durable.sqlstate import translated
+from sqla_durable.step import Recorded, Steps, replayed
+from sqla_durable.store import Store
+
+ValueT = TypeVar("ValueT")
+_inside: ContextVar[tuple[Holder[Any], str] | None] = ContextVar("sqla_durable_step", default=None)
+
+
+class Holder(Generic[RunT]):
+    """What :class:`.Run` and its asyncio twin are in front of.
+
+    :param steps: the steps of the store that the run is in.
+    :param lease: what the claim handed out.
+    :param row: the user's object as it was when claimed, detached.
+    :param receipts: the receipts known at that time.
+    """
+
+    def __init__(self, steps: Steps, lease: Lease, row: RunT, receipts: Iterable[Receipt]) -> None:
+        self.steps = steps
+        self.store: Store[RunT] = steps.store
+        self.lease = lease
+        self.row = row
+        self.receipts = {receipt.step: receipt for receipt in receipts}
+        self.batch: tuple[Holder[RunT], ...] = (self,)
+        self.status: StrEnum = self.store.runs.lifecycle.running
+        self.lost: DurableError | None = None
+        self.ended = False
+        self._used: set[str] = set()
+        self._seen: set[str] = set()
+
+    def known(self) -> tuple[Receipt, ...]:
+        """Return the receipts known to this holder in the order they were recorded."""
+        return tuple(sorted(self.receipts.values(), key=lambda receipt: (receipt.recorded_at, receipt.step)))
+
+    # steps
+
+    def transactional(self, key: str | int, codec: Codec[ValueT], body: Callable[[Any], ValueT]) -> ValueT:
+        """See :meth:`.Run.step`."""
+
+        def live(name: str) -> Recorded[ValueT]:
+            with self._within(name):
+                return self.steps.transactional(self.lease, name, body, codec)
+
+        return self._step(key, Effect.TRANSACTIONAL, codec, live)
+
+    def external(self, key: str | int, codec: Codec[ValueT], call: Callable[[], ValueT]) -> ValueT:
+        """See :meth:`.Run.external`."""
+
+        def live(name: str) -> Recorded[ValueT]:
+            with self._within(name):
+                value = call()
+            text, result = codec.round_trip(value, name)
+            receipt, cancel_requested = self.steps.record(self.lease, name, Effect.EXTERNAL, result=text)
+            if receipt.result != json.loads(text):
+                result = replayed(receipt, Effect.EXTERNAL, codec)
+            return Recorded(receipt, result, cancel_requested)
+
+        return self._step(key, Effect.EXTERNAL, codec, live)
+
+    def _step(
+        self, key: str | int, effect: Effect, codec: Codec[ValueT], live: Callable[[str], Recorded[ValueT]]
+    ) -> ValueT:
+        name = self._key(key)
+        known = self.receipts.get(name)
+        if known is not None and name not in self._seen:
+            # A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
+            self._seen.add(name)
+            value = replayed(known, effect, codec)
+            self._used.add(name)
+            return value
+        self.refuse_lost()
+        try:
+            recorded = live(name)
+        except DurableError as error:
+            self.note(error)
+            raise
+        except Exception as error:
+            self._record_failure(name, effect, error)
+            raise
+        self.receipts[name] = recorded.receipt
+        self._used.add(name)
+        self.note_cancel(requested=recorded.cancel_requested)
+        return recorded.value
+
+    def _record_failure(self, name: str, effect: Effect, error: Exception) -> None:
+        try:
+            receipt, _ = self.steps.record(self.lease, name, effect, failure=Failure.of(error))
+        except DurableError as ours:
+            self.note(ours)
+            raise ours from error
+        self.receipts[name] = receipt
+        self._seen.add(name)
+
+    def _key(self, key: str | int) -> str:
+        name = stored_key(key)
+        if (outer := _inside.get()) is not None and outer[0] is self:
+            raise NestedStep(
+                f"step {name!r} was started inside the body of step {outer[1]!r}; its effect would commit with "
+                "another receipt. Call it after that step, or do its work in the same body."
+            )
+        if name in self._used:
+            raise StepReused(
+                f"step {name!r} was used twice in this execution; each step needs a key of its own that is the same "
+                "in every attempt, such as a position in the run's data."
+            )
+        return name
+
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        token = _inside.set((self, name))
+        try:
+            yield
+        finally:
+            _inside.reset(token)
+
+    # the lease
+
+    def renew(self) -> None:
+        """See :meth:`.Run.renew`."""
+        self.refuse_lost()
+        if (outer := _inside.get()) is not None and outer[0] is self:
+            return
+        with translated(), self.store.autocommit_engine.connect() as connection:
+            self.beat(connection)
+        self.refuse_lost()
+
+    def beat(self, connection: Connection) -> None:
+        """Renew the lease, unless the run's row is locked, and note a lost lease or a cancel request."""
+        row = self.store.beat.execute(connection, self.store.parameters(self.lease)).one_or_none()
+        if self.ended:
+            return
+        if row is None or not (row.held or row.renewed):
+            self.note(self.store.lost(connection, self.lease))
+        else:
+            self.note_cancel(requested=row.cancel_requested_at is not None)
+
+    def refuse_lost(self) -> None:
+        """Raise what is known to have ended this holder's right to write."""
+        if self.lost is not None:
+            raise self.lost
+        self.refuse_ended()
+
+    def refuse_ended(self) -> None:
+        """Refuse a handle whose run was landed or released through it."""
+        if self.ended:
+            raise UsageError(f"this run has ended as {self.status.value}; its handle is spent.")
+
+    def note_cancel(self, *, requested: bool) -> None:
+        """Note that the run was asked to be cancelled, if its lifecycle knows of that."""
+        if requested and self.store.runs.lifecycle.cancelled is not None:
+            self.note(self.store.cancelled(self.lease))
+
+    def note(self, error: DurableError) -> None:
+        """Note an error that ends this holder's right to write; a lost lease outweighs a cancel request."""
+        ours = isinstance(error, LostLease | Cancelled) and error.lease == self.lease
+        if ours and not isinstance(self.lost, LostLease):
+            self.lost = error
+
+    # landing
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """See :meth:`.Run.finish`."""
+        self.refuse_lost()
+        self.land(self.store.runs.lifecycle.done, values)
+
+    def fail(self, error: BaseException | Failure, values: Mapping[str, Any]) -> None:
+        """See :meth:`.Run.fail`."""
+        self.refuse_lost()
+        failure = error if isinstance(error, Failure) else Failure.of(error)
+        self.land(self.store.runs.lifecycle.failed, values, failure)
+
+    def land(self, to: StrEnum, values: Mapping[str, Any], failure: Failure | None = None) -> None:
+        """Move the run to a terminal status, in one fenced statement."""
+        changed = {self.store.runs.column(name): value for name, value in values.items()}
+        self._end(fence.land(self.store.runs, to, changed, failed=failure is not None), failure)
+
+    def release(self, failure: Failure | None = None) -> None:
+        """See :meth:`.Run.release`; with a failure, after its backoff."""
+        lifecycle = self.store.runs.lifecycle
+        if not lifecycle.releases:
+            raise ConfigurationError(
+                f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a run "
+                "cannot be released; it is left to its lease. Declare the edge in transitions=."
+            )
+        self._end(fence.release(self.store.runs, failed=failure is not None), failure)
+
+    def _end(self, statement: Update, failure: Failure | None) -> None:
+        error = {} if failure is None else {"error": json.dumps(failure.to_json())}
+        key = self.store.runs.parameters(self.lease.identity)
+        parameters = {**key, **arguments(fence=self.lease.fence, **error)}
+        try:
+            row = self.store.write(
+                self.lease, lambda connection: connection.execute(statement, parameters).one_or_none()
+            )
+        except (LostLease, Cancelled) as lost:
+            self.note(lost)
+            raise
+        self._show(row)
+
+    def _show(self, row: Row[Any]) -> None:
+        runs = self.store.runs
+        self.ended = True
+        self.status = row._mapping[runs.status]  # noqa: SLF001
+        runs.show(self.row, row._mapping)  # noqa: SLF001
+
+
+def stored_key(key: str | int) -> str:
+    """Return a step's key as it is stored.
+
+    :raises UsageError: for a key that is not a str or int, is too long, or could be mistaken for another.
+    """
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise UsageError(f"step key {key!r} is a {type(key).__name__}; a key is a str or an int.")
+    # Of the plain type, as a member of an enumeration has a str() of its own.
+    name = str.__str__(key) if isinstance(key, str) else int.__repr__(key)
+    if isinstance(key, str) and (key.isdecimal() or (key[:1] == "-" and key[1:].isdecimal())):
+        raise UsageError(f"step key {key!r} is digits only, which is how an int is stored; use the int {key}.")
+    if not 0 < len(name) <= KEY_LENGTH or not name.isprintable():
+        raise UsageError(f"step key {name!r}: from 1 to {KEY_LENGTH} printable characters.")
+    return name

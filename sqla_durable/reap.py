@@ -1,0 +1,111 @@
+"""What becomes of runs without a living holder: reaped in bulk or one by one, requeued, cancelled."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Column, ColumnElement, Integer, Select, Text, Update, and_, case, cast, func, null
+from sqlalchemy.dialects.postgresql import JSONB
+
+from sqla_durable import clock
+from sqla_durable.fence import remember
+from sqla_durable.rows import bound
+from sqla_durable.run import RunRows
+
+
+def lapsed(runs: RunRows[Any]) -> ColumnElement[bool]:
+    """The run is running and its lease has run out on the database clock."""
+    return and_(runs.in_status(runs.lifecycle.running), runs.lease_expires_at <= clock.now())
+
+
+def heal(runs: RunRows[Any]) -> Update:
+    """Reap the run with the given key if its lease has lapsed; a locked row has a living holder and is skipped."""
+    return _reap(runs, runs.lock(runs.matches(), lapsed(runs), skip_locked=True))
+
+
+def reap(runs: RunRows[Any]) -> Update:
+    """Reap up to ``limit`` lapsed runs, those started first."""
+    locking = runs.lock(lapsed(runs), skip_locked=True)
+    return _reap(runs, locking.order_by(runs.started_at, *runs.key).limit(bound("limit", Integer())))
+
+
+def requeue(runs: RunRows[Any]) -> Update:
+    """Give a terminal run another life: ready, attempts reset, fence kept, lease, error and times cleared."""
+    statuses = [runs.constant(status) for status in runs.lifecycle.machine.statuses if status in runs.lifecycle.requeue]
+    cleared = (
+        runs.lease_owner,
+        runs.lease_expires_at,
+        runs.cancel_requested_at,
+        runs.error,
+        runs.started_at,
+        runs.finished_at,
+    )
+    changes: dict[Column[Any], Any] = {
+        runs.status: runs.constant(runs.lifecycle.ready),
+        runs.attempts: 0,
+        runs.available_at: clock.stamp(),
+        **dict.fromkeys(cleared, null()),
+    }
+    return runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes).returning(*changes)
+
+
+def request_cancel(runs: RunRows[Any]) -> Update:
+    """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once."""
+    lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
+    living = [runs.constant(status) for status in machine.statuses if status not in machine.terminal]
+    changes: dict[Column[Any], Any] = {
+        runs.cancel_requested_at: func.coalesce(runs.cancel_requested_at, clock.stamp()),
+    }
+    if lifecycle.cancelled in machine.transitions[lifecycle.ready]:
+        at_once = runs.in_status(lifecycle.ready)
+        changes |= {
+            runs.status: case((at_once, runs.constant(lifecycle.cancelled)), else_=runs.status),
+            runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
+            runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
+        }
+    return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*changes)
+
+
+def _reap(runs: RunRows[Any], locking: Select[Any]) -> Update:
+    error = _lapse_error(runs)
+    kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
+    changes: dict[Column[Any], Any] = {
+        runs.status: _by_fate(runs, runs.constant),
+        runs.lease_expires_at: null(),
+        # The owner stays noted on a run that goes back to ready: until someone else claims it, its holder may resume.
+        runs.lease_owner: _by_fate(runs, lambda to: runs.lease_owner if to == kept else null()),
+        runs.available_at: _by_fate(
+            runs,
+            lambda to: clock.stamp() + clock.backoff(runs.lifecycle.retry, runs.attempts)
+            if to == kept
+            else runs.available_at,
+        ),
+        runs.finished_at: _by_fate(runs, lambda to: clock.stamp() if to in machine.terminal else null()),
+        runs.error: error,
+        runs.failures: remember(runs, error),
+    }
+    return runs.update(locking, changes).returning(*runs.key, runs.status)
+
+
+def _by_fate(runs: RunRows[Any], value: Any) -> ColumnElement[Any]:
+    """Choose a value by where the lapsed run goes: cancelled if that was asked for, else spent, else on."""
+    lifecycle = runs.lifecycle
+    fates: list[tuple[ColumnElement[bool], StrEnum]] = []
+    if lifecycle.cancelled is not None:
+        fates.append((runs.cancel_requested_at.is_not(None), lifecycle.cancelled))
+    if lifecycle.retry.max_attempts is not None and lifecycle.lapses_to not in lifecycle.machine.terminal:
+        fates.append((runs.attempts >= lifecycle.retry.max_attempts, lifecycle.spent))
+    otherwise = value(lifecycle.lapses_to)
+    return case(*((condition, value(fate)) for condition, fate in fates), else_=otherwise) if fates else otherwise
+
+
+def _lapse_error(runs: RunRows[Any]) -> ColumnElement[Any]:
+    message = func.format(
+        cast("the lease of %s lapsed at %s, in attempt %s", Text),
+        runs.lease_owner,
+        runs.lease_expires_at,
+        runs.attempts,
+    )
+    fields = "type", cast("LeaseLapsed", Text), "message", message, "traceback", cast(null(), Text)
+    return func.jsonb_build_object(*fields, type_=JSONB)

@@ -1,0 +1,306 @@
+"""Receipts: the recorded outcome of each step, committed with the step's effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    Column,
+    ColumnElement,
+    DateTime,
+    Delete,
+    Select,
+    String,
+    Text,
+    Update,
+    and_,
+    case,
+    delete,
+    inspect,
+    literal,
+    null,
+    select,
+    text,
+    update,
+)
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.dialects.postgresql import JSONB, Insert, insert
+from sqlalchemy.orm import Mapped, Mapper, mapped_column
+
+from sqla_durable import clock
+from sqla_durable.exc import ConfigurationError
+from sqla_durable.failure import Failure
+from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
+from sqla_durable.rows import Rows, bound
+
+RunT = TypeVar("RunT")
+
+KEY_LENGTH = 200
+UNSEALED = ""
+_RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at"
+
+
+class Effect(StrEnum):
+    """How often the effect of a step happens, which its receipt records."""
+
+    TRANSACTIONAL = "transactional"
+    """Exactly once: the effect is in the database and commits with its receipt."""
+    EXTERNAL = "external"
+    """At least once: a call outside any transaction; a crash before the receipt repeats it."""
+
+
+class StepOutcome(StrEnum):
+    """How a step ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What was recorded of one step.
+
+    :param step: the step's key, as stored.
+    :param outcome: how it ended.
+    :param result: what it returned, as JSON; None where it failed.
+    :param failure: what it raised; None where it succeeded.
+    :param effect: how often the effect happens.
+    :param fence: the fence of the holder that recorded it.
+    :param recorded_at: when, on the database clock.
+    """
+
+    step: str
+    outcome: StepOutcome
+    result: Any
+    failure: Failure | None
+    effect: Effect
+    fence: int
+    recorded_at: datetime
+
+
+class _ReceiptColumns:
+    if TYPE_CHECKING:
+        step: Mapped[str]
+        outcome: Mapped[str | None]
+        result: Mapped[Any]
+        error: Mapped[dict[str, Any] | None]
+        effect: Mapped[str]
+        fence: Mapped[int]
+        recorded_at: Mapped[datetime]
+        unsealed: Mapped[str | None]
+    else:
+        step = mapped_column(String(KEY_LENGTH), primary_key=True, sort_order=-1)
+        outcome = mapped_column(String(20))
+        result = mapped_column(JSONB(none_as_null=True))
+        error = mapped_column(JSONB(none_as_null=True))
+        effect = mapped_column(String(20), nullable=False)
+        fence = mapped_column(BigInteger, nullable=False)
+        recorded_at = mapped_column(
+            DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")
+        )
+        unsealed = mapped_column(String(KEY_LENGTH))
+
+    __run__: ClassVar[type[Any]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "__run__"):
+            when_mapped(cls, _configure)
+
+
+if TYPE_CHECKING:
+
+    class ReceiptMixin(_ReceiptColumns, Generic[RunT]):
+        """The receipts of one run class, as in ``class PlanStep(ReceiptMixin[Plan], Base)``.
+
+        The primary key is the run's key columns, each prefixed with the run's table name, and ``step``; the foreign
+        key to the run cascades deletes. ``unsealed`` is set while the step's transaction is under way: a deferred
+        foreign key from it to a step that cannot exist makes PostgreSQL itself refuse a ``COMMIT`` that a body slips
+        in before its receipt is sealed.
+        """
+
+else:
+
+    class ReceiptMixin(_ReceiptColumns):
+        def __class_getitem__(cls, run: Any) -> type[Any]:
+            if isinstance(run, TypeVar):
+                return cls
+            return type(f"{cls.__name__}[{getattr(run, '__name__', run)}]", (cls,), _run_key(run))
+
+    ReceiptMixin.__doc__ = "The receipts of one run class, as in ``class PlanStep(ReceiptMixin[Plan], Base)``."
+
+
+def _run_key(run: Any) -> dict[str, Any]:
+    mapper = inspect(run, raiseerr=False) if isinstance(run, type) else None
+    if not isinstance(mapper, Mapper):
+        raise ConfigurationError(
+            f"ReceiptMixin[{run!r}]: the run class must be mapped before its receipts; define it above, and give the "
+            "class itself rather than its name."
+        )
+    table = root_table(mapper)
+    key = {
+        f"{table.name}_{column.name}": mapped_column(
+            f"{table.name}_{column.name}", column.type, primary_key=True, autoincrement=False, sort_order=-2
+        )
+        for column in mapper.base_mapper.primary_key
+    }
+    return {"__run__": run, **key}
+
+
+def _configure(mapper: Mapper[Any]) -> None:
+    receipts = ReceiptRows(mapper.class_)
+    add_foreign_key(receipts.table, list(receipts.run_key), list(receipts.runs.key), ondelete="CASCADE")
+    # The unsealed column comes first, or a convention that names a foreign key by its first column gives both
+    # foreign keys one name.
+    add_foreign_key(
+        receipts.table,
+        [receipts.unsealed, *receipts.run_key],
+        [receipts.step, *receipts.run_key],
+        deferrable=True,
+        initially="DEFERRED",
+    )
+    succeeded = and_(receipts.unsealed.is_(None), receipts.result.is_not(None), receipts.error.is_(None))
+    failed = and_(receipts.unsealed.is_(None), receipts.result.is_(None), receipts.error.is_not(None))
+    under_way = and_(
+        receipts.outcome.is_(None),
+        receipts.unsealed.is_not(None),
+        receipts.result.is_(None),
+        receipts.error.is_(None),
+    )
+    outcome = {StepOutcome.SUCCEEDED.value: succeeded, StepOutcome.FAILED.value: failed}
+    add_check(receipts.table, "outcome", case(outcome, value=receipts.outcome, else_=under_way))
+
+
+class ReceiptRows(Rows[Any]):
+    """The rows of a receipt class, with the columns that the library's statements speak of."""
+
+    def __init__(self, entity: type[Any]) -> None:
+        super().__init__(entity)
+        self.runs: Rows[Any] = Rows(entity.__run__)
+        self.run_key: tuple[Column[Any], ...] = tuple(
+            self.table.c[f"{self.runs.table.name}_{column.name}"] for column in self.runs.key
+        )
+        self.step = self.column("step")
+        self.outcome = self.column("outcome")
+        self.result = self.column("result")
+        self.error = self.column("error")
+        self.effect = self.column("effect")
+        self.fence = self.column("fence")
+        self.recorded_at = self.column("recorded_at")
+        self.unsealed = self.column("unsealed")
+
+    @property
+    def guard(self) -> str:
+        """The name of the constraint that refuses to commit an unsealed receipt."""
+        key = next(key for key in self.unsealed.foreign_keys if key.column is self.step)
+        return str(key.constraint and key.constraint.name)
+
+    def of_run(self) -> list[ColumnElement[bool]]:
+        """The conditions that a receipt belongs to the run with the given key."""
+        return [column == bind for column, bind in zip(self.run_key, self.runs.binds(), strict=True)]
+
+    def recorded(self) -> list[Column[Any]]:
+        """The columns that :func:`receipt_of` reads."""
+        return [self.column(name) for name in _RECORDED]
+
+
+def opening(receipts: ReceiptRows, held: CTE) -> Insert:
+    """Insert the unsealed receipt of a step whose run is ``held``; a receipt that is there already stays.
+
+    Inserted before the body rather than after it, the receipt also answers whether another transaction has recorded
+    this step: its unique key sees what the statement's snapshot does not. One that failed earlier is opened again.
+    """
+    return _insert(receipts, held, {receipts.unsealed: literal(UNSEALED, String)})
+
+
+def sealing(receipts: ReceiptRows) -> Update:
+    """Turn the unsealed receipt into the recorded outcome; no row means that its transaction was ended."""
+    return (
+        update(receipts.table)
+        .where(*receipts.of_run(), receipts.step == _step(), receipts.unsealed.is_not(None))
+        .values(
+            {
+                receipts.unsealed: null(),
+                receipts.outcome: literal(StepOutcome.SUCCEEDED.value, String),
+                receipts.result: _json("result"),
+                receipts.recorded_at: clock.stamp(),
+            }
+        )
+        .returning(
+            receipts.recorded_at,
+            (clock.stamp() >= bound("renew_at", DateTime(timezone=True))).label("renewal_due"),
+        )
+    )
+
+
+def recording(receipts: ReceiptRows, held: CTE) -> Insert:
+    """Insert a finished receipt of a run that is ``held``, with either a ``result`` or an ``error``."""
+    values = {
+        receipts.outcome: bound("outcome", String()),
+        receipts.result: _json("result"),
+        receipts.error: _json("error"),
+        receipts.recorded_at: clock.stamp(),
+    }
+    return _insert(receipts, held, values)
+
+
+def of_run(receipts: ReceiptRows) -> Select[Any]:
+    """Read the receipts of one run in the order they were recorded."""
+    return (
+        select(*receipts.recorded())
+        .where(*receipts.of_run(), receipts.outcome.is_not(None))
+        .order_by(receipts.recorded_at, receipts.step)
+    )
+
+
+def one(receipts: ReceiptRows) -> Select[Any]:
+    """Read the receipt of one step."""
+    return select(*receipts.recorded()).where(*receipts.of_run(), receipts.step == _step())
+
+
+def forget_failed(receipts: ReceiptRows) -> Delete:
+    """Remove the failed receipts of a run that is given another life."""
+    failed = receipts.outcome == literal(StepOutcome.FAILED.value, String)
+    return delete(receipts.table).where(*receipts.of_run(), failed)
+
+
+def receipt_of(row: Any) -> Receipt:
+    """Return the value for a row of :func:`of_run` or :func:`one`."""
+    step, outcome, result, error, effect, fence, recorded_at = row
+    failure = None if error is None else Failure.from_json(error)
+    return Receipt(step, StepOutcome(outcome), result, failure, Effect(effect), fence, recorded_at)
+
+
+def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> Insert:
+    named: dict[Column[Any], ColumnElement[Any]] = {
+        **{column: held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)},
+        receipts.step: _step(),
+        receipts.effect: bound("effect", String()),
+        receipts.fence: held.c.fence,
+        **values,
+    }
+    statement = insert(receipts.table).from_select(list(named), select(*named.values()), include_defaults=False)
+    again = [receipts.outcome, receipts.result, receipts.error, receipts.unsealed]
+    replaced = {
+        **{column.name: null() for column in again},
+        **{column.name: statement.excluded[column.name] for column in named if not column.primary_key},
+    }
+    return statement.on_conflict_do_update(
+        index_elements=[*receipts.run_key, receipts.step],
+        set_=replaced,
+        where=receipts.outcome == literal(StepOutcome.FAILED.value, String),
+    ).returning(receipts.recorded_at)
+
+
+def _step() -> ColumnElement[str]:
+    return bound("step", String())
+
+
+def _json(name: str) -> ColumnElement[Any]:
+    return sql_cast(bound(name, Text()), JSONB)

@@ -1,0 +1,189 @@
+"""The rows of one mapped class, below the ORM: their keys, their columns, and writes that touch nothing else.
+
+The library's own statements are Core statements on the class's table. ORM statements would pass through the user's
+loader criteria, eager joins, ``onupdate`` and ``version_id_col``, each of which can hide the row or change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+from sqlalchemy import (
+    BindParameter,
+    Column,
+    ColumnElement,
+    Dialect,
+    RowMapping,
+    Select,
+    Table,
+    Update,
+    and_,
+    bindparam,
+    inspect,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.types import TypeEngine
+from sqlalchemy.orm import InstanceState, Mapper, Session
+from sqlalchemy.orm.attributes import set_committed_value
+
+from sqla_durable.exc import ConfigurationError, UsageError
+
+EntityT = TypeVar("EntityT")
+Ident = tuple[Any, ...]
+
+
+def bound(name: str, type_: TypeEngine[Any]) -> BindParameter[Any]:
+    """Return a parameter that :func:`arguments` gives a value.
+
+    It has a prefix of ours: SQLAlchemy reserves the names of a table's columns in its ``UPDATE`` and ``INSERT``.
+    """
+    return bindparam(f"durable_{name}", type_=type_)
+
+
+def arguments(**values: Any) -> dict[str, Any]:
+    """Return values for the parameters that :func:`bound` made."""
+    return {f"durable_{name}": value for name, value in values.items()}
+
+
+class Rows(Generic[EntityT]):
+    """The rows of a mapped class in one of its tables.
+
+    :param entity: the mapped class; where it is a subclass, only its own rows are meant.
+    :param table: the table; by default the one its inheritance hierarchy is rooted in.
+    """
+
+    def __init__(self, entity: type[EntityT], table: Table | None = None) -> None:
+        self.entity = entity
+        self.mapper: Mapper[EntityT] = inspect(entity)
+        root = cast(Table, self.mapper.base_mapper.local_table)
+        self.table = root if table is None else table
+        self.key: tuple[Column[Any], ...] = tuple(
+            self.mapper.base_mapper.primary_key if self.table is root else self.table.primary_key
+        )
+        self.key_names = tuple(f"key_{position}" for position in range(len(self.key)))
+
+    def column(self, attribute: str) -> Column[Any]:
+        """Return the column that ``attribute`` is mapped to in this table."""
+        prop = self.mapper.attrs.get(attribute)
+        for column in getattr(prop, "columns", ()):
+            if column.table is self.table:
+                return cast(Column[Any], column)
+        raise UsageError(
+            f"{self.entity.__name__} maps no attribute {attribute!r} to a column of table {self.table.name!r}; "
+            "only columns of that table can be set in the same statement."
+        )
+
+    def attribute(self, column: Column[Any]) -> str:
+        """Return the attribute that ``column`` is mapped to."""
+        return self.mapper.get_property_by_column(column).key
+
+    # identity
+
+    def identity(self, ident: object) -> Ident:
+        """Return the primary key, as a tuple, that ``ident`` stands for.
+
+        :param ident: a primary key as :meth:`~sqlalchemy.orm.Session.get` takes it (a value, a tuple, or a mapping
+         by attribute), or an object of the mapped class.
+        """
+        if isinstance(ident, self.entity):
+            state: InstanceState[Any] = inspect(ident)
+            if state.identity is None:
+                raise UsageError(f"{ident!r} is not in the database yet; add it to a session and flush it first.")
+            return tuple(state.identity)
+        if isinstance(ident, Mapping):
+            by_attribute = cast(Mapping[str, Any], ident)
+            values: Sequence[Any] = [by_attribute.get(self.attribute(column)) for column in self.key]
+        else:
+            values = ident if isinstance(ident, tuple | list) else (ident,)
+        if len(values) != len(self.key) or any(value is None for value in values):
+            wanted = ", ".join(self.attribute(column) for column in self.key)
+            raise UsageError(f"{ident!r} does not identify a {self.entity.__name__}; its key is ({wanted}).")
+        return tuple(values)
+
+    def parameters(self, identity: Ident) -> dict[str, Any]:
+        """Return what :meth:`matches` is executed with."""
+        return arguments(**dict(zip(self.key_names, identity, strict=True)))
+
+    def driver_parameters(self, identity: Ident, dialect: Dialect) -> dict[str, Any]:
+        """Return what a statement that :class:`.Prepared` compiled from :meth:`matches` is executed with."""
+        processed: dict[str, Any] = {}
+        for name, column, value in zip(self.key_names, self.key, identity, strict=True):
+            process = column.type.dialect_impl(dialect).bind_processor(dialect)
+            processed[name] = value if process is None else process(value)
+        return arguments(**processed)
+
+    def binds(self) -> list[ColumnElement[Any]]:
+        """Return a bound parameter for each key column."""
+        return [bound(name, column.type) for name, column in zip(self.key_names, self.key, strict=True)]
+
+    def matches(self) -> ColumnElement[bool]:
+        """The condition that a row has the key given by :meth:`parameters`, and belongs to the class."""
+        pairs = zip(self.key, self.binds(), strict=True)
+        return and_(*(column == bind for column, bind in pairs), *self.of_class())
+
+    def among(self, identities: Sequence[Ident]) -> ColumnElement[bool]:
+        """The condition that a row has one of these keys."""
+        if len(self.key) == 1:
+            return self.key[0].in_([identity[0] for identity in identities])
+        return tuple_(*self.key).in_(identities)
+
+    def of_class(self) -> list[ColumnElement[bool]]:
+        """The conditions, if any, that a row belongs to the class and not to a sibling in the same table."""
+        if self.mapper.inherits is None:
+            return []
+        if self.mapper.polymorphic_on is None:
+            raise ConfigurationError(
+                f"{self.entity.__name__} inherits from a mapped class without polymorphic_on, so its rows cannot be "
+                "told from those of its siblings; declare polymorphic_on, or use the base class."
+            )
+        names = [mapper.polymorphic_identity for mapper in self.mapper.self_and_descendants]
+        return [self.mapper.polymorphic_on.in_(names)]
+
+    # writing
+
+    def lock(self, *conditions: ColumnElement[bool], skip_locked: bool = False) -> Select[Any]:
+        """Select and lock the rows that meet the conditions, as keys named ``key_0``, ``key_1``, ...
+
+        The lock is ``FOR NO KEY UPDATE``: ``FOR UPDATE`` would make other sessions wait that insert rows which refer
+        to this one by a foreign key (`Row-Level Locks
+        <https://www.postgresql.org/docs/current/explicit-locking.html#LOCKING-ROWS>`_).
+        """
+        keys = [column.label(name) for column, name in zip(self.key, self.key_names, strict=True)]
+        return (
+            select(*keys)
+            .where(*conditions, *self.of_class())
+            .with_for_update(key_share=True, of=self.table, skip_locked=skip_locked)
+        )
+
+    def update(self, locking: Select[Any], values: Mapping[Column[Any], Any]) -> Update:
+        """Update the rows that ``locking``, made by :meth:`lock`, selected.
+
+        The assignments stand in the outer statement, where they are evaluated after the lock: in a plain conditional
+        ``UPDATE`` that waited for a row that was only locked, ``clock_timestamp()`` is from before the wait. The CTE
+        is materialised because a plan may otherwise run a ``LIMIT ... FOR UPDATE`` more than once and update too
+        many rows. Columns with an ``onupdate`` are set to themselves, as it would fire here too.
+        """
+        target = locking.cte("target").prefix_with("MATERIALIZED")
+        untouched = {column: column for column in self.table.columns if column.onupdate is not None}
+        pairs = zip(self.key, self.key_names, strict=True)
+        return (
+            update(self.table)
+            .values({**untouched, **values})
+            .where(*(column == target.c[name] for column, name in pairs))
+        )
+
+    # loaded objects
+
+    def loaded(self, session: Session, identity: Ident) -> EntityT | None:
+        """Return the object with that key if the session has it; without a statement."""
+        key = self.mapper.identity_key_from_primary_key(identity)
+        return cast("EntityT | None", session.identity_map.get(key))
+
+    def show(self, instance: EntityT, row: RowMapping) -> None:
+        """Make a loaded object, in a session or detached, show what a row returned; without a statement."""
+        for column in self.table.columns:
+            if column in row:
+                set_committed_value(instance, self.attribute(column), row[column])

@@ -1,0 +1,139 @@
+"""A run: one row of the user's model that stands for one piece of work, and the class-time configuration of that model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from sqlalchemy import Column, ColumnElement, DateTime, Index, and_, case, literal, text
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Mapped, Mapper, mapped_column
+
+from sqla_durable import clock
+from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.lease import LeaseMixin
+from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.mapping import add_check, root_table, when_mapped
+from sqla_durable.rows import Rows
+from sqla_durable.status import TransitionHook
+
+_SORT_ORDER = 1010
+_FILLFACTOR = 80
+
+
+class RunMixin(LeaseMixin, TransitionHook):
+    """Makes a mapped class a run: lease, fence, cancel request, error and timestamps on the user's own table.
+
+    The class declares ``__lifecycle__`` and a status column made by that lifecycle's machine. The mixin goes on the
+    class that owns the root table of an inheritance hierarchy.
+    """
+
+    __lifecycle__: ClassVar[Lifecycle[Any]]
+
+    if TYPE_CHECKING:
+        cancel_requested_at: Mapped[datetime | None]
+        error: Mapped[dict[str, Any] | None]
+        failures: Mapped[list[dict[str, Any]]]
+        created_at: Mapped[datetime]
+        started_at: Mapped[datetime | None]
+        finished_at: Mapped[datetime | None]
+    else:
+        cancel_requested_at = mapped_column(DateTime(timezone=True), sort_order=_SORT_ORDER)
+        error = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 1)
+        failures = mapped_column(JSONB, nullable=False, server_default=text("'[]'"), sort_order=_SORT_ORDER + 2)
+        created_at = mapped_column(
+            DateTime(timezone=True), nullable=False, server_default=text("now()"), sort_order=_SORT_ORDER + 3
+        )
+        started_at = mapped_column(DateTime(timezone=True), sort_order=_SORT_ORDER + 4)
+        finished_at = mapped_column(DateTime(timezone=True), sort_order=_SORT_ORDER + 5)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        when_mapped(cls, _configure)
+
+    @classmethod
+    def __on_transition__(cls, to: StrEnum) -> Mapping[str, Any]:
+        lifecycle = cls.__lifecycle__
+        if to == lifecycle.running:
+            raise UsageError(
+                f"{cls.__name__} becomes {to.value} by a claim, which issues its fence and lease; use Runs.claim() or "
+                "Runs.execute()."
+            )
+        finished_at = clock.stamp() if to in lifecycle.machine.terminal else None
+        return {"lease_owner": None, "lease_expires_at": None, "finished_at": finished_at}
+
+
+RunT = TypeVar("RunT", bound=RunMixin)
+
+
+class RunRows(Rows[RunT]):
+    """The rows of a run class, with the columns and statuses that the library's statements speak of."""
+
+    def __init__(self, entity: type[RunT]) -> None:
+        super().__init__(entity)
+        self.lifecycle: Lifecycle[Any] = entity.__lifecycle__
+        self.status: Column[Any] = self.lifecycle.machine.column_of(entity)
+        self.fence = self.column("fence")
+        self.attempts = self.column("attempts")
+        self.lease_owner = self.column("lease_owner")
+        self.lease_expires_at = self.column("lease_expires_at")
+        self.available_at = self.column("available_at")
+        self.cancel_requested_at = self.column("cancel_requested_at")
+        self.error = self.column("error")
+        self.failures = self.column("failures")
+        self.started_at = self.column("started_at")
+        self.finished_at = self.column("finished_at")
+        self.name = self.table.fullname
+
+    def constant(self, status: StrEnum) -> ColumnElement[Any]:
+        """Return ``status`` as a constant in the SQL text, where a partial index's predicate can match it.
+
+        A bound parameter would not match it once PostgreSQL chooses a generic plan.
+        """
+        return literal(status, self.status.type, literal_execute=True)
+
+    def in_status(self, status: StrEnum) -> ColumnElement[bool]:
+        """The condition that a run is in ``status``."""
+        return self.status == self.constant(status)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.entity.__name__}>"
+
+
+def _configure(mapper: Mapper[Any]) -> None:
+    cls = mapper.class_
+    parent = mapper.inherits
+    if parent is not None and issubclass(parent.class_, RunMixin):
+        if vars(cls).get("__lifecycle__", parent.class_.__lifecycle__) is not parent.class_.__lifecycle__:
+            raise ConfigurationError(f"{cls.__name__} shares a table with its base class, and so its __lifecycle__.")
+        return
+    if parent is not None:
+        raise ConfigurationError(
+            f"{cls.__name__}: RunMixin goes on the class that owns the root table, here "
+            f"{mapper.base_mapper.class_.__name__}, not on one that inherits from it."
+        )
+    if not isinstance(getattr(cls, "__lifecycle__", None), Lifecycle):
+        raise ConfigurationError(f"{cls.__name__} is a run and needs __lifecycle__ = Lifecycle(...).")
+    rows: RunRows[Any] = RunRows(cls)
+    rows.lifecycle.machine.serves(cls)
+    _add_constraints(rows)
+    _add_storage(rows)
+
+
+def _add_constraints(rows: RunRows[Any]) -> None:
+    lifecycle = rows.lifecycle
+    # No lease column in any index: an update of an indexed column is never HOT, and every heartbeat would write both
+    # indexes again.
+    Index(None, rows.available_at, postgresql_where=rows.status == lifecycle.ready)
+    Index(None, rows.started_at, postgresql_where=rows.status == lifecycle.running)
+    leased = and_(rows.lease_expires_at.is_not(None), rows.lease_owner.is_not(None), rows.fence > 0)
+    condition = case((rows.status == lifecycle.running, leased), else_=rows.lease_expires_at.is_(None))
+    add_check(rows.table, "lease", condition)
+
+
+def _add_storage(rows: RunRows[Any]) -> None:
+    options = rows.table.dialect_options["postgresql"]
+    if options.get("partition_by") is None:
+        rows.table.dialect_kwargs["postgresql_with"] = {"fillfactor": _FILLFACTOR, **(options.get("with") or {})}

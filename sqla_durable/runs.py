@@ -1,0 +1,315 @@
+"""The session helper: claims runs, carries them out step by step, and reads them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable.codec import codec_for
+from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.execution import Outcome
+from sqla_durable.failure import Failure
+from sqla_durable.holder import Holder
+from sqla_durable.lease import Lease
+from sqla_durable.receipt import Receipt, ReceiptMixin
+from sqla_durable.run import RunT
+from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.verbs import Verbs
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+class Handle(Generic[RunT]):
+    """What a claimed run shows in either form."""
+
+    def __init__(self, holder: Holder[RunT]) -> None:
+        self._holder = holder
+
+    @property
+    def row(self) -> RunT:
+        """The user's object as it was when the run was claimed, detached.
+
+        A step that needs the present reads it from its session.
+        """
+        return self._holder.row
+
+    @property
+    def lease(self) -> Lease:
+        """What the claim handed out."""
+        return self._holder.lease
+
+    @property
+    def receipts(self) -> tuple[Receipt, ...]:
+        """The receipts known so far, in the order they were recorded; no statement is sent."""
+        return self._holder.known()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._holder.lease!r}>"
+
+
+class Run(Handle[RunT]):
+    """A claimed run, as its handler sees it.
+
+    Its methods may be called from any thread; steps of one run queue up behind each other.
+    """
+
+    def __init__(self, holder: Holder[RunT]) -> None:
+        super().__init__(holder)
+        self._one_at_a_time = threading.RLock()
+
+    def step(
+        self,
+        key: str | int,
+        fn: Callable[Concatenate[Session, P], ResultT],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> ResultT:
+        """Call ``fn(session, *args, **kwargs)`` in one transaction with the step's receipt: exactly once.
+
+        The transaction locks the run's row and checks the fence first. A step that has a receipt is not run again;
+        its recorded result is returned, without a statement.
+
+        :param key: the step's name in this run, the same in every attempt; an int is stored as its decimal.
+        :param fn: the body. Its return annotation says how the result is stored; without one it must be plain JSON.
+         It may use savepoints, but not commit, roll back or close the session.
+        :return: what ``fn`` returned, as it reads back from the receipt.
+        :raises LostLease: where the fence has moved on; ``fn`` is not called, or nothing of it is committed.
+        :raises Cancelled: where someone asked for the run to be cancelled.
+        :raises StepFailed: where the receipt says that the step failed.
+        :raises StepReused: where the key was used before in this execution.
+        :raises TransactionEnded: where the body ended its transaction or swallowed a database error.
+        :raises ResultError: where the result would not come back equal.
+        :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
+        :raises RetryableError: where the database cut the step off, or was lost; nothing is recorded.
+        :raises Exception: what ``fn`` raises; it is recorded as the step's failure.
+        """
+        _refuse_coroutine(fn)
+        with self._one_at_a_time:
+            return self._holder.transactional(key, codec_for(fn), lambda session: fn(session, *args, **kwargs))
+
+    def external(
+        self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
+
+        No lock and no connection is held during the call, so it may take its time; the receipt is one statement. A
+        crash between the two repeats the call.
+
+        :param key: as for :meth:`step`.
+        :param fn: the call, without a session.
+        :return: what ``fn`` returned, as it reads back from the receipt.
+        :raises Exception: as for :meth:`step`.
+        """
+        _refuse_coroutine(fn)
+        with self._one_at_a_time:
+            return self._holder.external(key, codec_for(fn), lambda: fn(*args, **kwargs))
+
+    def renew(self) -> None:
+        """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
+
+        :raises LostLease: where the fence has moved on.
+        :raises Cancelled: where someone asked for the run to be cancelled.
+        """
+        self._holder.renew()
+
+    def finish(self, **values: Any) -> None:
+        """Land the run as done.
+
+        :param values: other attributes of the run to set in the same statement.
+        :raises LostLease: where the fence has moved on; nothing is written.
+        :raises Cancelled: where someone asked for the run to be cancelled.
+        """
+        self._holder.finish(values)
+
+    def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
+        """Land the run as failed, with ``error`` recorded.
+
+        :param error: what went wrong.
+        :param values: other attributes of the run to set in the same statement.
+        :raises LostLease: where the fence has moved on; nothing is written.
+        :raises Cancelled: where someone asked for the run to be cancelled.
+        """
+        self._holder.fail(error, values)
+
+    def release(self) -> None:
+        """Hand the run back, ready to be claimed at once; this handle, and every copy of its lease, is spent.
+
+        :raises ConfigurationError: where the machine has no edge from running to ready.
+        :raises LostLease: where the fence has moved on; nothing is written.
+        """
+        self._holder.release()
+
+
+class Runs(Generic[RunT]):
+    """The runs of one class: claimed, carried out step by step, healed and read.
+
+    ::
+
+        plans = Runs(sessionmaker(engine), Plan, PlanStep)
+        outcome = plans.execute(plan.id, carry_out)
+
+    :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
+    :param run: the mapped class with :class:`.RunMixin`. Bound to a subclass, every verb touches its rows only.
+    :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``, or of a class it inherits from.
+    :param owner: the name that leases carry for people to read; by default made of host, process and chance.
+    :raises ConfigurationError: where the classes do not belong together.
+    """
+
+    def __init__(
+        self,
+        session_factory: sessionmaker[Any],
+        run: type[RunT],
+        receipt: type[ReceiptMixin[Any]],
+        *,
+        owner: str | None = None,
+    ) -> None:
+        self._verbs = Verbs(_Sessions(session_factory), run, receipt, owner)
+
+    # claiming
+
+    def claim(self, ident: object, *, run_now: bool = False) -> Run[RunT] | None:
+        """Claim one run: the conditional transition to running that issues a new fence and a lease.
+
+        A lapsed holder's run is reaped first, in the same transaction. A row that is only locked is waited for.
+
+        :param ident: the primary key, as :meth:`~sqlalchemy.orm.Session.get` takes it, or the loaded object.
+        :param run_now: claim a run that is not due, too.
+        :return: the claimed run, or None: another holder has it, or it is not ready, or not due.
+        :raises RunNotFound: where there is no such run.
+        """
+        holder = self._verbs.claim(ident, run_now=run_now)
+        return None if holder is None else Run(holder)
+
+    def claim_due(self, limit: int) -> list[Run[RunT]]:
+        """Claim up to ``limit`` due runs, those due for longest first; lapsed ones are reaped before.
+
+        While :meth:`execute` carries one of them out, the leases of all of them are kept alive.
+
+        :param limit: how many at the most.
+        """
+        return [Run(holder) for holder in self._verbs.claim_due(limit)]
+
+    def hold(self, lease: Lease) -> Run[RunT]:
+        """Return the handle for a lease that was issued elsewhere, having renewed it.
+
+        :param lease: what :attr:`.Run.lease` was in the process that claimed the run.
+        :raises LostLease: where the fence has moved on, or the lease was released.
+        """
+        return Run(self._verbs.hold(lease))
+
+    def execute(
+        self, target: Run[RunT] | object, handler: Callable[[Run[RunT]], object], *, run_now: bool = False
+    ) -> Outcome:
+        """Carry a run out: claim it, keep its lease alive, call the handler, and land the run.
+
+        A handler that returns lands the run as done, one that raises lands it as failed; after a
+        :class:`.RetryableError` it goes back to ready instead, due after its backoff. A terminal run is answered from
+        its receipts, and nothing runs.
+
+        :param target: what :meth:`claim` takes; or a run claimed before, which is fenced and renewed first.
+        :param handler: called with the run.
+        :param run_now: claim a run that is not due, too.
+        :return: what truly happened.
+        :raises RunNotFound: where there is no such run.
+        :raises BaseException: an interruption, such as ``KeyboardInterrupt``, after the run was released.
+        """
+        _refuse_coroutine(handler)
+        known = target if isinstance(target, Run) else None
+        holder = target if known is None else known._holder
+        return self._verbs.execute(
+            holder, lambda holder: handler(known if known is not None else Run(holder)), run_now=run_now
+        )
+
+    # reading and healing
+
+    def get(self, ident: object) -> RunT | None:
+        """Read a run, having healed it if its lease has lapsed; the object is detached."""
+        return self._verbs.get(ident)
+
+    def receipts(self, ident: object) -> tuple[Receipt, ...]:
+        """Read a run's receipts in the order they were recorded."""
+        return self._verbs.receipts(ident)
+
+    def heal(self, ident: object) -> bool:
+        """Turn a lapsed run into what its lifecycle says; True if this call did."""
+        return self._verbs.heal(ident)
+
+    def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs, those started first; return how many."""
+        return self._verbs.reap(limit)
+
+    def requeue(self, ident: object) -> bool:
+        """Give a terminal run another life: ready, attempts reset, fence and successful receipts kept.
+
+        :return: True if this call did; False where the run is not in a status that ``Lifecycle(requeue=...)`` names.
+        :raises UsageError: where the lifecycle names none.
+        """
+        return self._verbs.requeue(ident)
+
+    # in the caller's transaction
+
+    def request_cancel(self, session: Session, ident: object) -> bool:
+        """Ask, in the caller's transaction, for a live run to be cancelled; the first instant is kept.
+
+        A ready run lands at once where its machine declares that edge; a running one at its next step or heartbeat.
+
+        :return: True if the request stands; False where the run is terminal already, and unchanged.
+        :raises UsageError: where the lifecycle names no cancelled status.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.request_cancel(session, ident)
+
+    def fence(self, session: Session, lease: Lease) -> None:
+        """Lock the run in the caller's transaction and check the holder's fence: the first half of a step.
+
+        :raises LostLease: where the fence has moved on; the caller must not commit.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        self._verbs.fence(session, lease)
+
+    def record(self, session: Session, lease: Lease, key: str | int, result: object, *, type_: Any = Any) -> None:
+        """Write a step's receipt in the caller's transaction, after a fence check: the second half of a step.
+
+        The session is flushed first, so that the receipt never stands without the effect.
+
+        :param type_: how ``result`` is stored, as a return annotation would say it; by default as plain JSON.
+        :raises LostLease: where the fence has moved on; the caller must not commit.
+        :raises StepReused: where the step has a receipt already.
+        :raises ResultError: where the result would not come back equal.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        self._verbs.record(session, lease, key, result, type_)
+
+
+class _Sessions:
+    """Sessions for :class:`.Store` from a sessionmaker."""
+
+    def __init__(self, factory: sessionmaker[Any]) -> None:
+        if not isinstance(factory, sessionmaker):
+            raise ConfigurationError(f"{factory!r} is not a sessionmaker; pass sessionmaker(engine).")
+        self._factory = factory
+        self._step_class = step_session_class(factory.class_)
+
+    def plain(self) -> Session:
+        session: Session = self._factory()
+        return session
+
+    def step(self) -> StepSession:
+        session = self._step_class(**self._factory.kw)
+        session.facade = session
+        return session
+
+    def run_in_thread(self, work: Callable[[], None]) -> None:
+        work()
+
+
+def _refuse_coroutine(fn: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(fn):
+        raise UsageError(f"{fn!r} is a coroutine function; use AsyncRuns from sqla_durable.asyncio.")

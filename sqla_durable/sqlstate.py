@@ -1,0 +1,77 @@
+"""What a database error means for a run: the one place where an SQLSTATE becomes an error of ours.
+
+The codes are those of `PostgreSQL Error Codes <https://www.postgresql.org/docs/current/errcodes-appendix.html>`_.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from sqlalchemy.exc import DBAPIError
+
+from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, TransactionConflict
+
+ValueT = TypeVar("ValueT")
+
+CONFLICT_RETRIES: Final = 10
+SERIALIZATION_FAILURE = "40001"
+DEADLOCK = "40P01"
+FAILED_TRANSACTION = "25P02"
+FOREIGN_KEY_VIOLATION = "23503"
+
+_CONFLICTS = {SERIALIZATION_FAILURE, DEADLOCK}
+_TIMEOUTS = {
+    "25P03": "idle_in_transaction_session_timeout",
+    "25P04": "transaction_timeout",
+    "55P03": "lock_timeout",
+    "57014": "statement_timeout, or the statement was cancelled",
+}
+_UNAVAILABLE = {"25006", "53300", "57P01", "57P02", "57P03", "57P05"}
+
+
+def sqlstate_of(error: DBAPIError) -> str | None:
+    """Return the five-character code the server sent, or None where it sent none."""
+    return getattr(error.orig, "sqlstate", None)
+
+
+def translate(error: DBAPIError) -> RetryableError | None:
+    """Return the error of ours that ``error`` stands for, or None where it is the statement's own fault."""
+    code = sqlstate_of(error)
+    if code in _CONFLICTS:
+        return TransactionConflict(
+            f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {error.orig}"
+        )
+    if code in _TIMEOUTS:
+        return StepTimeout(
+            f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "
+            "committed. Keep a step's body short, or move long work into an external step."
+        )
+    if error.connection_invalidated or code in _UNAVAILABLE or (code or "").startswith("08"):
+        return DatabaseUnavailable(f"the database is not available for writing at present: {error.orig}")
+    return None
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of ours in place of the database errors that stand for them."""
+    try:
+        yield
+    except DBAPIError as error:
+        if (ours := translate(error)) is not None:
+            raise ours from error
+        raise
+
+
+def retry_conflicts(transaction: Callable[[], ValueT]) -> ValueT:
+    """Call ``transaction``, a whole one, again where it conflicts with another; a bounded number of times.
+
+    There is no pause in between: a conflict means that the other transaction has ended.
+    """
+    for _ in range(CONFLICT_RETRIES):
+        try:
+            return transaction()
+        except TransactionConflict:
+            continue
+    return transaction()

@@ -1,0 +1,180 @@
+"""A status machine on the user's own column, and the conditional transition along one of its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+from enum import StrEnum
+from typing import Any, cast
+from weakref import WeakSet
+
+from sqlalchemy import Column, ColumnElement, Enum, Table, inspect, select
+from sqlalchemy.orm import InstanceState, MappedColumn, Mapper, Session, mapped_column
+
+from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.machine import Machine, StatusT
+from sqla_durable.rows import Rows
+from sqla_durable.sqlstate import translated
+
+_INFO = "sqla_durable.machine"
+
+
+class TransitionHook:
+    """A mapped class that says what else changes whenever its status does."""
+
+    @classmethod
+    def __on_transition__(cls, to: StrEnum) -> Mapping[str, Any]:
+        """Return the attributes to set together with the status ``to``; raise to refuse the transition."""
+        raise NotImplementedError
+
+
+class StatusMachine(Machine[StatusT]):
+    """A :class:`.Machine` that knows its column and how a row moves from one status to the next.
+
+    ::
+
+        plan_statuses = StatusMachine(
+            PlanStatus,
+            initial=PlanStatus.PENDING,
+            transitions={PlanStatus.PENDING: {PlanStatus.APPROVED, PlanStatus.REJECTED}},
+        )
+
+
+        class Plan(Base):
+            __tablename__ = "plan"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            status: Mapped[PlanStatus] = plan_statuses.column()
+    """
+
+    def __init__(
+        self, statuses: type[StatusT], *, initial: StatusT, transitions: Mapping[StatusT, Set[StatusT]]
+    ) -> None:
+        super().__init__(statuses, initial=initial, transitions=transitions)
+        self._served: WeakSet[type[Any]] = WeakSet()
+
+    def serves(self, entity: type[Any]) -> None:
+        """Note a run class whose lifecycle this is, so that :meth:`transition` can take a bare primary key."""
+        self._served.add(entity)
+
+    def column(self, name: str | None = None, **kwargs: Any) -> MappedColumn[StatusT]:
+        """Return the mapped column for this machine's status.
+
+        It is a ``VARCHAR`` holding the members' *values* with a named ``CHECK`` on them, and starts as
+        :attr:`initial` in Python and on the server. It is never a native enum, whose type outlives a downgrade and
+        whose new values cannot be used in the migration that adds them.
+
+        :param name: the column's name where it differs from the attribute's.
+        :param kwargs: what :func:`~sqlalchemy.orm.mapped_column` takes besides a type, a nullability and a server
+         default; ``init=False`` on a dataclass base, for one.
+        """
+        type_ = Enum(
+            self.statuses,
+            name=f"{self.statuses.__name__.lower()}_values",
+            native_enum=False,
+            length=max(64, *(len(status.value) for status in self.statuses)),
+            create_constraint=True,
+            values_callable=lambda statuses: [status.value for status in statuses],
+        )
+        info = {**kwargs.pop("info", {}), _INFO: self}
+        kwargs.setdefault("default", self.initial)
+        arguments = (type_,) if name is None else (name, type_)
+        return mapped_column(*arguments, nullable=False, server_default=self.initial.value, info=info, **kwargs)
+
+    def transition(
+        self,
+        session: Session,
+        run_or_ident: object,
+        to: StatusT,
+        *,
+        from_: StatusT | Collection[StatusT] | None = None,
+        where: ColumnElement[bool] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Move one row to the status ``to`` with one conditional ``UPDATE`` in the session's transaction.
+
+        A loaded object shows the row's true status afterwards, won or lost. The session is flushed first.
+
+        :param session: the caller's session; nothing is committed here.
+        :param run_or_ident: an object of the mapped class; or ``(Class, ident)`` as
+         :meth:`~sqlalchemy.orm.Session.get` takes them; or the primary key alone, where one run class uses this
+         machine.
+        :param to: the status to move to.
+        :param from_: the status, or statuses, to leave; by default every one that has an edge to ``to``.
+        :param where: a further condition of the same statement, such as an expiry on the database clock.
+        :param values: other attributes to set if, and only if, the transition is won; values or SQL expressions.
+        :return: True if this call moved the row; False is a lost race, not an error.
+        :raises UndeclaredTransition: before any SQL, for an edge that the machine does not declare.
+        :raises TransactionConflict: where another transaction won under REPEATABLE READ or SERIALIZABLE; retry
+         the whole transaction.
+        """
+        sources = self._sources(to, from_)
+        entity, ident = self._target(session, run_or_ident)
+        status = self.column_of(entity)
+        rows = Rows(entity, cast(Table, status.table))
+        also = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
+        changed = {rows.column(name): value for name, value in {**also, **(values or {})}.items()} | {status: to}
+        session.flush()
+        identity = rows.identity(ident)
+        locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
+        statement = rows.update(locking, changed).returning(*changed)
+        with translated():
+            connection = session.connection(bind_arguments={"mapper": rows.mapper})
+            row = connection.execute(statement, rows.parameters(identity)).one_or_none()
+            won = row is not None
+            instance = ident if isinstance(ident, entity) else rows.loaded(session, identity)
+            if instance is not None:
+                if row is None:
+                    truth = select(*changed).where(rows.matches())
+                    row = connection.execute(truth, rows.parameters(identity)).one_or_none()
+                if row is None:
+                    session.expire(instance)
+                else:
+                    rows.show(instance, row._mapping)  # noqa: SLF001
+        return won
+
+    def column_of(self, entity: type[Any]) -> Column[StatusT]:
+        """Return the column of a mapped class that was made by this machine's :meth:`column`.
+
+        :raises ConfigurationError: where the mapped class has none, or several.
+        """
+        mapper: Mapper[Any] = inspect(entity)
+        found = [column for column in mapper.columns if column.info.get(_INFO) is self]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"{entity.__name__} has {len(found)} columns made by {self!r}.column(); it needs one, as in "
+                f"status: Mapped[{self.statuses.__name__}] = machine.column()."
+            )
+        return cast(Column[StatusT], found[0])
+
+    def _sources(self, to: StatusT, from_: StatusT | Collection[StatusT] | None) -> list[StatusT]:
+        self.check_status(to)
+        if from_ is None:
+            sources: Collection[StatusT] = self.sources(to)
+        elif isinstance(from_, str):
+            sources = [from_]
+        else:
+            sources = from_
+        for source in sources:
+            self.check_edge(source, to)
+        return [status for status in self.statuses if status in sources]
+
+    def _target(self, session: Session, run_or_ident: object) -> tuple[type[Any], object]:
+        match run_or_ident:
+            case (type() as entity, ident):
+                return cast("type[Any]", entity), cast("object", ident)
+            case _:
+                state = inspect(run_or_ident, raiseerr=False)
+        if isinstance(state, InstanceState):
+            owner = state.session
+            if owner is not None and owner is not session:
+                raise UsageError(
+                    f"{run_or_ident!r} belongs to another session; pass an object of this session, or (Class, ident)."
+                )
+            return state.mapper.class_, run_or_ident
+        if len(self._served) != 1:
+            names = ", ".join(sorted(entity.__name__ for entity in self._served)) or "no run class"
+            raise UsageError(
+                f"{names} uses this machine, so {run_or_ident!r} does not say which row is meant; pass an object, or "
+                "(Class, ident)."
+            )
+        return next(iter(self._served)), run_or_ident
+

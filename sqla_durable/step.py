@@ -1,0 +1,274 @@
+"""The sentence this library exists for: lock the run, check the fence, do the effect, write the receipt, commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Connection, Interval, Row, Select, Text, case, func, literal, select
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.exc import DBAPIError
+
+from sqla_durable import clock
+from sqla_durable.codec import Codec
+from sqla_durable.exc import DurableError, ReceiptMismatch, StepFailed, TransactionEnded
+from sqla_durable.failure import Failure
+from sqla_durable.fence import holding
+from sqla_durable.lease import Lease
+from sqla_durable.prepared import Prepared
+from sqla_durable.receipt import (
+    Effect,
+    Receipt,
+    ReceiptRows,
+    StepOutcome,
+    one,
+    opening,
+    receipt_of,
+    recording,
+    sealing,
+)
+from sqla_durable.rows import arguments
+from sqla_durable.run import RunRows
+from sqla_durable.session import StepSession, ended
+from sqla_durable.sqlstate import (
+    FAILED_TRANSACTION,
+    FOREIGN_KEY_VIOLATION,
+    retry_conflicts,
+    sqlstate_of,
+    translate,
+    translated,
+)
+from sqla_durable.store import Store
+
+ValueT = TypeVar("ValueT")
+
+
+def opens(runs: RunRows[Any], receipts: ReceiptRows) -> Select[Any]:
+    """Lock the run if the holder's fence is still the run's, open the step's receipt, and bound the idle time."""
+    held = (
+        runs.lock(runs.matches(), holding(runs))
+        .add_columns(runs.fence.label("fence"), runs.lease_expires_at.label("lease_expires_at"))
+        .add_columns(runs.cancel_requested_at.label("cancel_requested_at"))
+        .cte("held")
+    )
+    opened = opening(receipts, held).cte("opened")
+    return select(
+        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        (held.c.lease_expires_at - clock.interval(2 * runs.lifecycle.heartbeat)).label("renew_at"),
+        select(func.count()).select_from(opened).scalar_subquery().label("opened"),
+        *_idle_limit(runs),
+    )
+
+
+def records(runs: RunRows[Any], receipts: ReceiptRows) -> Select[Any]:
+    """Lock the run if the holder's fence is still the run's, and record a finished step: one fused statement."""
+    held = (
+        runs.lock(runs.matches(), holding(runs))
+        .add_columns(runs.fence.label("fence"), runs.cancel_requested_at.label("cancel_requested_at"))
+        .cte("held")
+    )
+    recorded = recording(receipts, held).cte("recorded")
+    return select(
+        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
+    )
+
+
+def _idle_limit(runs: RunRows[Any]) -> list[Any]:
+    limit = runs.lifecycle.idle_limit
+    if limit is None:
+        return []
+    # Never longer than what the server or role already sets; 0 means no limit there.
+    name = literal("idle_in_transaction_session_timeout", Text)
+    current = func.current_setting(name, type_=Text)
+    milliseconds = f"{max(1, int(limit.total_seconds() * 1000))}"
+    tighter = sql_cast(current, Interval).between(clock.interval(limit * 0), clock.interval(limit))
+    setting = case((tighter & (current != "0"), current), else_=milliseconds)
+    return [func.set_config(name, setting, literal(True)).label("idle_limit")]  # noqa: FBT003
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Generic[ValueT]):
+    """A step that succeeded: its receipt, and its result as a replay returns it."""
+
+    receipt: Receipt
+    value: ValueT
+    cancel_requested: bool = False
+
+
+class Steps:
+    """The steps of one store's runs."""
+
+    def __init__(self, store: Store[Any]) -> None:
+        self.store = store
+
+    def transactional(
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
+    ) -> Recorded[ValueT]:
+        """Run a step's body in one transaction with its receipt, again where it conflicts with another transaction.
+
+        :raises LostLease: where the fence has moved on; the body is not called.
+        """
+        return retry_conflicts(lambda: self._attempt(lease, key, body, codec))
+
+    def _attempt(
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
+    ) -> Recorded[ValueT]:
+        session = self.store.sessions.step()
+        try:
+            connection = self._begin(session)
+            opened = self._open(connection, lease, key)
+            if not opened.opened:
+                return self._known(connection, lease, key, codec)
+            value = body(session.facade)
+            self._refuse_ended(session)
+            session.flush()
+            text, result = codec.round_trip(value, key)
+            receipt = self._seal(connection, lease, key, text, opened.renew_at)
+            session.commit_step()
+        except DBAPIError as error:
+            if (ours := self._translate(error)) is None:
+                raise
+            raise ours from error
+        finally:
+            session.close_step()
+        return Recorded(receipt, result)
+
+    def record(
+        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+    ) -> tuple[Receipt, bool]:
+        """Record a step that has already happened, in one statement.
+
+        :return: the receipt, which is another holder's of the same lease if that recorded the step first, and whether
+         the run was asked to be cancelled.
+        :raises LostLease: where the fence has moved on; nothing is recorded.
+        """
+        values = self._values(lease, key, effect, result=result, failure=failure)
+        row = self.store.write(lease, lambda connection: self._record(connection, values))
+        if row.recorded_at is None:
+            with translated(), self.store.autocommit_engine.connect() as connection:
+                return self._read(connection, lease, key), row.cancel_requested
+        return self._receipt(lease, key, effect, row.recorded_at, result, failure), row.cancel_requested
+
+    def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
+        """Record a step in the transaction of ``connection``; None where it has a receipt already."""
+        values = self._values(lease, key, Effect.TRANSACTIONAL, result=result)
+        row = self.store.held(connection, lease, lambda connection: self._record(connection, values))
+        if row.recorded_at is None:
+            return None
+        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, result, None)
+
+    # the parts of the sentence
+
+    def _begin(self, session: StepSession) -> Connection:
+        session.begin()
+        connection = self.store.connection(session)
+        session.begin_step(connection)
+        return connection
+
+    def _open(self, connection: Connection, lease: Lease, key: str) -> Row[Any]:
+        parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
+        row = self.store.held(
+            connection, lease, lambda connection: self.open.execute(connection, parameters).one_or_none()
+        )
+        if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
+            raise self.store.cancelled(lease)
+        return row
+
+    def _seal(self, connection: Connection, lease: Lease, key: str, text: str, renew_at: Any) -> Receipt:
+        parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
+        row = self.seal.execute(connection, parameters).one_or_none()
+        if row is None:
+            raise ended("a statement of its own")
+        if row.renewal_due:
+            self.store.renew.execute(connection, self.store.parameters(lease))
+        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None)
+
+    def _known(self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT]) -> Recorded[ValueT]:
+        receipt = self._read(connection, lease, key)
+        return Recorded(receipt, replayed(receipt, Effect.TRANSACTIONAL, codec))
+
+    def _refuse_ended(self, session: StepSession) -> None:
+        if session.ended is not None:
+            raise ended(session.ended)
+        if not session.is_active:
+            raise _swallowed()
+
+    def _translate(self, error: DBAPIError) -> DurableError | None:
+        code = sqlstate_of(error)
+        if code == FAILED_TRANSACTION:
+            return _swallowed()
+        guard = getattr(getattr(error.orig, "diag", None), "constraint_name", None)
+        if code == FOREIGN_KEY_VIOLATION and guard == self.store.receipts.guard:
+            return ended("a COMMIT of its own, which PostgreSQL refused")
+        return translate(error)
+
+    def _record(self, connection: Connection, values: dict[str, Any]) -> Row[Any] | None:
+        return self.recording.execute(connection, values).one_or_none()
+
+    def _read(self, connection: Connection, lease: Lease, key: str) -> Receipt:
+        key_of_run = self.store.runs.parameters(lease.identity)
+        return receipt_of(connection.execute(self.reading, {**key_of_run, **arguments(step=key)}).one())
+
+    def _values(
+        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+    ) -> dict[str, Any]:
+        outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
+        error = None if failure is None else json.dumps(failure.to_json())
+        return self.store.parameters(
+            lease, step=key, effect=effect.value, outcome=outcome.value, result=result, error=error
+        )
+
+    def _receipt(
+        self, lease: Lease, key: str, effect: Effect, at: datetime, result: str | None, failure: Failure | None
+    ) -> Receipt:
+        outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
+        value = None if result is None else json.loads(result)
+        return Receipt(key, outcome, value, failure, effect, lease.fence, at)
+
+    @cached_property
+    def open(self) -> Prepared:
+        """See :func:`opens`."""
+        return Prepared(opens(self.store.runs, self.store.receipts), self.store.engine)
+
+    @cached_property
+    def seal(self) -> Prepared:
+        """See :func:`.sealing`."""
+        return Prepared(sealing(self.store.receipts), self.store.engine)
+
+    @cached_property
+    def recording(self) -> Prepared:
+        """See :func:`records`."""
+        return Prepared(records(self.store.runs, self.store.receipts), self.store.engine)
+
+    @cached_property
+    def reading(self) -> Select[Any]:
+        """See :func:`.one`."""
+        return one(self.store.receipts)
+
+
+def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
+    """Return the result that a receipt holds.
+
+    :raises StepFailed: where the step had failed.
+    :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
+    """
+    if receipt.effect != effect:
+        raise ReceiptMismatch(
+            f"step {receipt.step!r} was recorded as {receipt.effect.value} and is now {effect.value}; a key belongs to "
+            "one kind of step. Give the changed step a key of its own."
+        )
+    if receipt.failure is not None:
+        raise StepFailed(receipt.step, receipt.failure)
+    return codec.decode(receipt.result, receipt.step)
+
+
+def _swallowed() -> TransactionEnded:
+    return TransactionEnded(
+        "the body swallowed a database error, after which PostgreSQL commits nothing of the transaction. Wrap what may "
+        "fail in session.begin_nested(), or let the error pass."
+    )

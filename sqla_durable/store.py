@@ -1,0 +1,206 @@
+"""One run class and its receipts, reached through one sessionmaker: engines checked, statements made ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+
+from sqlalchemy import Connection, Engine, Row, Select
+from sqlalchemy.orm import Session
+
+from sqla_durable import fence
+from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageError
+from sqla_durable.lease import Lease
+from sqla_durable.prepared import Prepared
+from sqla_durable.receipt import ReceiptRows
+from sqla_durable.rows import Ident, arguments
+from sqla_durable.run import RunMixin, RunRows, RunT
+from sqla_durable.session import StepSession
+from sqla_durable.sqlstate import retry_conflicts, translated
+
+ValueT = TypeVar("ValueT")
+OLDEST_SERVER = (15,)
+
+
+class Sessions(Protocol):
+    """Where sessions come from, and which thread machinery their connections need."""
+
+    def plain(self) -> Session:
+        """Return a session as the user's sessionmaker makes it."""
+        ...
+
+    def step(self) -> StepSession:
+        """Return the same, as a :class:`.StepSession`."""
+        ...
+
+    def run_in_thread(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which uses connections, in the thread that calls this."""
+        ...
+
+
+class Store(Generic[RunT]):
+    """The ground that :class:`.Runs` and its asyncio twin stand on.
+
+    :param sessions: where sessions come from.
+    :param run: the run class.
+    :param receipt: its receipt class.
+    :raises ConfigurationError: where the two do not belong together.
+    """
+
+    def __init__(self, sessions: Sessions, run: type[RunT], receipt: type[Any]) -> None:
+        if not (isinstance(run, type) and issubclass(run, RunMixin) and "__mapper__" in vars(run)):
+            raise ConfigurationError(f"{run!r} is not a mapped class with RunMixin.")
+        answered: type[Any] | None = getattr(receipt, "__run__", None)
+        if answered is None or not issubclass(run, answered):
+            raise ConfigurationError(
+                f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
+                f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
+            )
+        self.sessions = sessions
+        self.runs = RunRows(run)
+        self.receipts = ReceiptRows(receipt)
+
+    # engines and transactions
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that the run class is bound to."""
+        session = self.sessions.plain()
+        binds = [session.get_bind(rows.mapper) for rows in (self.runs, self.receipts)]
+        session.close()
+        if not all(isinstance(bind, Engine) for bind in binds):
+            raise ConfigurationError(
+                "the sessionmaker is bound to a Connection; a step opens its own transaction, so bind it to an Engine."
+            )
+        if binds[0] is not binds[1]:
+            raise ConfigurationError(f"{self.runs.entity.__name__} and its receipts are bound to different engines.")
+        engine = binds[0].engine
+        if (engine.dialect.name, engine.dialect.driver) not in {
+            ("postgresql", "psycopg"),
+            ("postgresql", "psycopg_async"),
+        }:
+            raise ConfigurationError(
+                f"{engine!r} is not PostgreSQL through psycopg 3; use a URL that starts with postgresql+psycopg://."
+            )
+        return engine
+
+    @cached_property
+    def autocommit_engine(self) -> Engine:
+        """The same engine for single statements: no BEGIN, no COMMIT, one round trip."""
+        return self.engine.execution_options(isolation_level="AUTOCOMMIT")
+
+    def connection(self, session: Session) -> Connection:
+        """Return the connection of a session's transaction, having refused one that would not be a transaction."""
+        engine = self.engine
+        connection = session.connection(bind_arguments={"mapper": self.runs.mapper})
+        version = engine.dialect.server_version_info or OLDEST_SERVER
+        if version < OLDEST_SERVER:
+            raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
+        driver: Any = connection.connection.dbapi_connection
+        if driver.autocommit:
+            raise ConfigurationError(
+                f"{connection.engine!r} is in AUTOCOMMIT, where an effect and its receipt cannot commit together; "
+                'use an engine without isolation_level="AUTOCOMMIT".'
+            )
+        return connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[tuple[Session, Connection]]:
+        """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
+        with translated(), self.sessions.plain() as session, session.begin():
+            yield session, self.connection(session)
+
+    def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
+        """Do ``work`` in a transaction of its own, again where it conflicts with another one."""
+
+        def once() -> ValueT:
+            with self.transaction() as (session, connection):
+                return work(session, connection)
+
+        return retry_conflicts(once)
+
+    # a holder's writes
+
+    def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
+        """Return the lease that a claim issued."""
+        return Lease(self.runs.name, identity, fence, attempt, owner)
+
+    def check(self, lease: Lease) -> None:
+        """Refuse a lease on a run of another table."""
+        if lease.run != self.runs.name:
+            raise UsageError(f"{lease!r} is a lease on {lease.run}, not on {self.runs.name}.")
+
+    def parameters(self, lease: Lease, **more: Any) -> dict[str, Any]:
+        """Return what a prepared statement of :mod:`.fence` is executed with."""
+        key = self.runs.driver_parameters(lease.identity, self.engine.dialect)
+        return {**key, **arguments(fence=lease.fence, owner=lease.owner, **more)}
+
+    def write(self, lease: Lease, write: Callable[[Connection], Row[Any] | None]) -> Row[Any]:
+        """Make one fenced write in its own transaction.
+
+        :raises LostLease: where the lease is lost.
+        :raises Cancelled: where the write is refused because of a cancel request.
+        """
+
+        def once() -> Row[Any]:
+            with translated(), self.autocommit_engine.connect() as connection:
+                row = write(connection)
+            if row is not None:
+                return row
+            return self.execute(lambda _, connection: self.held(connection, lease, write))
+
+        return retry_conflicts(once)
+
+    def held(
+        self, connection: Connection, lease: Lease, write: Callable[[Connection], Row[Any] | None]
+    ) -> Row[Any]:
+        """Make one fenced write in this transaction, taking the run back first where it was reaped but not claimed."""
+        row = write(connection)
+        if row is None and self.resume.execute(connection, self.parameters(lease)).one_or_none() is not None:
+            row = write(connection)
+        if row is None:
+            raise self.lost(connection, lease)
+        return row
+
+    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled:
+        """Return the error for a write that matched no row, saying who holds the run now."""
+        row = connection.execute(self.look, self.runs.parameters(lease.identity)).one_or_none()
+        name = f"{self.runs.entity.__name__} {lease.identity!r}"
+        if row is None:
+            return LostLease(f"{name} is gone; fence {lease.fence} may write nothing any more.", lease)
+        if row.fence == lease.fence and row.cancel_requested_at is not None and row.lease_owner == lease.owner:
+            return self.cancelled(lease)
+        holder = f", held by {row.lease_owner}" if row.lease_owner else ""
+        return LostLease(
+            f"{name} is {row.status.value} under fence {row.fence}{holder}; the holder with fence {lease.fence} may "
+            "write nothing any more.",
+            lease,
+        )
+
+    def cancelled(self, lease: Lease) -> Cancelled:
+        """Return the error for a run that someone asked to cancel."""
+        name = f"{self.runs.entity.__name__} {lease.identity!r}"
+        return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
+
+    @cached_property
+    def resume(self) -> Prepared:
+        """See :func:`.fence.resume`."""
+        return Prepared(fence.resume(self.runs), self.engine)
+
+    @cached_property
+    def renew(self) -> Prepared:
+        """See :func:`.fence.renew`."""
+        return Prepared(fence.renew(self.runs), self.engine)
+
+    @cached_property
+    def beat(self) -> Prepared:
+        """See :func:`.fence.beat`."""
+        return Prepared(fence.beat(self.runs), self.engine)
+
+    @cached_property
+    def look(self) -> Select[Any]:
+        """See :func:`.fence.look`."""
+        return fence.look(self.runs)
+
