@@ -30,7 +30,7 @@ from decimal import Decimal
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from sqla_durable.exc import ReceiptMismatch, ResultError, UsageError
@@ -159,12 +159,10 @@ def _build(owner: Any) -> Codec[Any]:
 
 
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(annotation, config=_BASE64)
-    except PydanticUserError as error:
-        if error.code != "type-adapter-config-unused":
-            raise
-        return TypeAdapter(annotation)  # a model, dataclass or TypedDict: its own configuration holds
+    # Wrapped: pydantic takes no configuration for a dataclass by itself, yet applies it to one inside `X | None`,
+    # so that a receipt of the one would be read back as other bytes by the other.
+    wrap: Any = typing.NewType
+    return TypeAdapter(wrap("Result", annotation), config=_BASE64)
 
 
 # ---------------------------------------------------------------------------- a function's return annotation

@@ -24,14 +24,15 @@ class Prepared:
     def __init__(self, statement: Executable, engine: Engine) -> None:
         assert isinstance(statement, ClauseElement)
         translate = engine.get_execution_options().get("schema_translate_map")
-        compiled = statement.compile(
+        compiled: Any = statement.compile(
             dialect=engine.dialect,
             schema_translate_map=translate,
             render_schema_translate=bool(translate),
-            compile_kwargs={"render_postcompile": True},
         )
         self._sql = str(compiled)
-        self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
+        self._fixed = {
+            name: bind.value for name, bind in compiled.binds.items() if not bind.required
+        }
 
     def execute(self, connection: Connection, parameters: dict[str, Any]) -> CursorResult[Any]:
         """Execute with ``parameters`` beside the values the statement already holds."""

@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sqlalchemy import Column, ColumnElement, DateTime, Index, and_, case, literal, text
+from sqlalchemy import Column, ColumnElement, DateTime, Index, and_, case, literal_column, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
@@ -92,7 +92,7 @@ class RunRows(Rows[RunT]):
 
         A bound parameter would not match it once PostgreSQL chooses a generic plan.
         """
-        return literal(status, self.status.type, literal_execute=True)
+        return literal_column("'" + status.value.replace("'", "''") + "'", self.status.type)
 
     def in_status(self, status: StrEnum) -> ColumnElement[bool]:
         """The condition that a run is in ``status``."""

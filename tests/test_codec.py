@@ -193,6 +193,15 @@ class Frozen:
     at: datetime
 
 
+@dataclass
+class Blob:
+    raw: bytes
+
+
+class Part(TypedDict):
+    raw: bytes
+
+
 @pydantic_dataclass
 class Checked:
     n: int
@@ -323,6 +332,9 @@ RETURNED: list[tuple[Any, Any]] = [
     (Base | Derived, Derived(a=1)),
     (Point, Point(1, 2.0, None, [3])),
     (list[Point | None], [Point(1, 1e300), None]),
+    (Blob, Blob(b"\xff\x00")),
+    (list[Blob | None], [Blob(b"\xff\x00")]),
+    (Part, {"raw": b"\xff\x00"}),
     (Frozen, Frozen(datetime(2024, 7, 1, tzinfo=BERLIN))),
     (Checked, Checked(1)),
     (Row, Row(1, "a")),
@@ -592,6 +604,14 @@ def test_a_receipt_that_no_longer_decodes_is_a_mismatch(annotation: Any, stored:
     with pytest.raises(ReceiptMismatch, match="step 'charge': the receipt") as caught:
         returning(annotation).decode(stored, "charge")
     assert f": {path} cannot be rebuilt" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Blob, Part, Raw, Binary])
+def test_bytes_are_written_alike_however_the_annotation_grows(kind: Any) -> None:
+    value = kind(raw=b"abcd")
+    text = returning(kind).encode(value, "s")
+    assert returning(Optional[kind]).encode(value, "s") == text
+    assert returning(list[kind]).encode([value], "s") == f"[{text}]"
 
 
 def test_a_receipt_written_under_aliases_is_read_as_well() -> None:
