@@ -37,7 +37,9 @@ def backoff(retry: Retry, attempts: ColumnElement[int]) -> ColumnElement[timedel
     """The delay before the next start of a run that has been started ``attempts`` times."""
     exponent = func.least(func.greatest(attempts - 1, 0), retry.doublings)
     delay = func.least(
-        interval(retry.backoff) * func.power(literal(retry.factor, Float), exponent), interval(retry.cap)
+        literal(retry.backoff.total_seconds(), Float) * func.power(literal(retry.factor, Float), exponent),
+        literal(retry.cap.total_seconds(), Float),
+        type_=Float,
     )
     spread = 1 + literal(retry.jitter, Float) * (2 * func.random(type_=Float) - 1)
-    return delay * spread
+    return func.make_interval(0, 0, 0, 0, 0, 0, delay * spread, type_=Interval)

@@ -159,7 +159,7 @@ def _build(owner: Any) -> Codec[Any]:
 
 
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    # Wrapped: pydantic takes no configuration for a dataclass by itself, yet applies it to one inside `X | None`,
+    # Wrapped: pydantic takes no configuration for a bare dataclass, yet applies it to one inside `X | None`,
     # so that a receipt of the one would be read back as other bytes by the other.
     wrap: Any = typing.NewType
     return TypeAdapter(wrap("Result", annotation), config=_BASE64)

@@ -120,13 +120,17 @@ class Holder(Generic[RunT]):
         self.receipts[name] = receipt
         self._seen.add(name)
 
-    def _key(self, key: str | int) -> str:
-        name = stored_key(key)
+    def refuse_nested(self, key: str | int) -> None:
+        """Refuse a step that was started inside the body of another step of this run."""
         if (outer := _inside.get()) is not None and outer[0] is self:
             raise NestedStep(
-                f"step {name!r} was started inside the body of step {outer[1]!r}; its effect would commit with "
-                "another receipt. Call it after that step, or do its work in the same body."
+                f"step {key!r} was started inside the body of step {outer[1]!r}; its effect would commit with another "
+                "receipt. Call it after that step, or do its work in the same body."
             )
+
+    def _key(self, key: str | int) -> str:
+        name = stored_key(key)
+        self.refuse_nested(key)
         if name in self._used:
             raise StepReused(
                 f"step {name!r} was used twice in this execution; each step needs a key of its own that is the same "

@@ -29,7 +29,7 @@ class Handle(Generic[RunT]):
     """What a claimed run shows in either form."""
 
     def __init__(self, holder: Holder[RunT]) -> None:
-        self._holder = holder
+        self.holder = holder
 
     @property
     def row(self) -> RunT:
@@ -37,20 +37,20 @@ class Handle(Generic[RunT]):
 
         A step that needs the present reads it from its session.
         """
-        return self._holder.row
+        return self.holder.row
 
     @property
     def lease(self) -> Lease:
         """What the claim handed out."""
-        return self._holder.lease
+        return self.holder.lease
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         """The receipts known so far, in the order they were recorded; no statement is sent."""
-        return self._holder.known()
+        return self.holder.known()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._holder.lease!r}>"
+        return f"<{type(self).__name__} {self.holder.lease!r}>"
 
 
 class Run(Handle[RunT]):
@@ -92,7 +92,7 @@ class Run(Handle[RunT]):
         """
         _refuse_coroutine(fn)
         with self._one_at_a_time:
-            return self._holder.transactional(key, codec_for(fn), lambda session: fn(session, *args, **kwargs))
+            return self.holder.transactional(key, codec_for(fn), lambda session: fn(session, *args, **kwargs))
 
     def external(
         self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs
@@ -109,7 +109,7 @@ class Run(Handle[RunT]):
         """
         _refuse_coroutine(fn)
         with self._one_at_a_time:
-            return self._holder.external(key, codec_for(fn), lambda: fn(*args, **kwargs))
+            return self.holder.external(key, codec_for(fn), lambda: fn(*args, **kwargs))
 
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
@@ -117,7 +117,7 @@ class Run(Handle[RunT]):
         :raises LostLease: where the fence has moved on.
         :raises Cancelled: where someone asked for the run to be cancelled.
         """
-        self._holder.renew()
+        self.holder.renew()
 
     def finish(self, **values: Any) -> None:
         """Land the run as done.
@@ -126,7 +126,7 @@ class Run(Handle[RunT]):
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where someone asked for the run to be cancelled.
         """
-        self._holder.finish(values)
+        self.holder.finish(values)
 
     def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
         """Land the run as failed, with ``error`` recorded.
@@ -136,7 +136,7 @@ class Run(Handle[RunT]):
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where someone asked for the run to be cancelled.
         """
-        self._holder.fail(error, values)
+        self.holder.fail(error, values)
 
     def release(self) -> None:
         """Hand the run back, ready to be claimed at once; this handle, and every copy of its lease, is spent.
@@ -144,7 +144,7 @@ class Run(Handle[RunT]):
         :raises ConfigurationError: where the machine has no edge from running to ready.
         :raises LostLease: where the fence has moved on; nothing is written.
         """
-        self._holder.release()
+        self.holder.release()
 
 
 class Runs(Generic[RunT]):
@@ -222,7 +222,7 @@ class Runs(Generic[RunT]):
         """
         _refuse_coroutine(handler)
         known = target if isinstance(target, Run) else None
-        holder = target if known is None else known._holder
+        holder = target if known is None else known.holder
         return self._verbs.execute(
             holder, lambda holder: handler(known if known is not None else Run(holder)), run_now=run_now
         )

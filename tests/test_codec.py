@@ -610,7 +610,7 @@ def test_a_receipt_that_no_longer_decodes_is_a_mismatch(annotation: Any, stored:
 def test_bytes_are_written_alike_however_the_annotation_grows(kind: Any) -> None:
     value = kind(raw=b"abcd")
     text = returning(kind).encode(value, "s")
-    assert returning(Optional[kind]).encode(value, "s") == text
+    assert returning(kind | None).encode(value, "s") == text
     assert returning(list[kind]).encode([value], "s") == f"[{text}]"
 
 

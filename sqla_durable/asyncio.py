@@ -1,0 +1,277 @@
+"""The same over asyncio: :class:`AsyncRuns` and :class:`AsyncRun`.
+
+Every verb is the one of :mod:`sqla_durable.verbs`, run as :meth:`~sqlalchemy.ext.asyncio.AsyncSession.run_sync` runs
+its function: there is no second copy of any statement. This module needs greenlet, which the ``asyncio`` extra brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from sqlalchemy import ColumnElement
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from sqla_durable.codec import codec_for
+from sqla_durable.exc import ConfigurationError
+from sqla_durable.execution import Outcome
+from sqla_durable.failure import Failure
+from sqla_durable.holder import Holder
+from sqla_durable.lease import Lease
+from sqla_durable.machine import StatusT
+from sqla_durable.receipt import Receipt, ReceiptMixin
+from sqla_durable.run import RunT
+from sqla_durable.runs import Handle
+from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.status import StatusMachine
+from sqla_durable.verbs import Verbs
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+class AsyncRun(Handle[RunT]):
+    """A claimed run, as its coroutine handler sees it; concurrent steps of one run queue up behind each other."""
+
+    def __init__(self, holder: Holder[RunT]) -> None:
+        super().__init__(holder)
+        self._one_at_a_time = asyncio.Lock()
+
+    async def step(
+        self,
+        key: str | int,
+        fn: Callable[Concatenate[AsyncSession, P], Awaitable[ResultT]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> ResultT:
+        """Await ``fn(session, *args, **kwargs)`` in one transaction with the step's receipt: exactly once.
+
+        See :meth:`.Run.step`.
+        """
+
+        def body(session: AsyncSession) -> ResultT:
+            return _wait_for(fn(session, *args, **kwargs))
+
+        return await self._alone(key, partial(self.holder.transactional, key, codec_for(fn), body))
+
+    async def external(
+        self, key: str | int, fn: Callable[P, Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """Await ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
+
+        See :meth:`.Run.external`.
+        """
+
+        def call() -> ResultT:
+            return _wait_for(fn(*args, **kwargs))
+
+        return await self._alone(key, partial(self.holder.external, key, codec_for(fn), call))
+
+    async def renew(self) -> None:
+        """Renew the lease now. See :meth:`.Run.renew`."""
+        await greenlet_spawn(self.holder.renew)
+
+    async def finish(self, **values: Any) -> None:
+        """Land the run as done. See :meth:`.Run.finish`."""
+        await greenlet_spawn(self.holder.finish, values)
+
+    async def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
+        """Land the run as failed, with ``error`` recorded. See :meth:`.Run.fail`."""
+        await greenlet_spawn(self.holder.fail, error, values)
+
+    async def release(self) -> None:
+        """Hand the run back. See :meth:`.Run.release`."""
+        await greenlet_spawn(self.holder.release)
+
+    async def _alone(self, key: str | int, step: Callable[[], ResultT]) -> ResultT:
+        # A step inside a step's body would wait for itself here.
+        self.holder.refuse_nested(key)
+        async with self._one_at_a_time:
+            return await greenlet_spawn(step)
+
+
+class AsyncRuns(Generic[RunT]):
+    """The runs of one class, over asyncio. See :class:`.Runs`.
+
+    ::
+
+        plans = AsyncRuns(async_sessionmaker(engine), Plan, PlanStep)
+        outcome = await plans.execute(plan.id, carry_out)
+
+    :param session_factory: makes the session of each transaction; bound to one asyncio engine.
+    :param run: the mapped class with :class:`.RunMixin`.
+    :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param owner: the name that leases carry for people to read.
+    :raises ConfigurationError: where the classes do not belong together.
+    """
+
+    def __init__(
+        self,
+        session_factory: async_sessionmaker[Any],
+        run: type[RunT],
+        receipt: type[ReceiptMixin[Any]],
+        *,
+        owner: str | None = None,
+    ) -> None:
+        self._verbs = Verbs(_AsyncSessions(session_factory), run, receipt, owner)
+
+    async def claim(self, ident: object, *, run_now: bool = False) -> AsyncRun[RunT] | None:
+        """Claim one run. See :meth:`.Runs.claim`."""
+        holder = await greenlet_spawn(self._verbs.claim, ident, run_now=run_now)
+        return None if holder is None else AsyncRun(holder)
+
+    async def claim_due(self, limit: int) -> list[AsyncRun[RunT]]:
+        """Claim up to ``limit`` due runs, those due for longest first. See :meth:`.Runs.claim_due`."""
+        return [AsyncRun(holder) for holder in await greenlet_spawn(self._verbs.claim_due, limit)]
+
+    async def hold(self, lease: Lease) -> AsyncRun[RunT]:
+        """Return the handle for a lease that was issued elsewhere. See :meth:`.Runs.hold`."""
+        return AsyncRun(await greenlet_spawn(self._verbs.hold, lease))
+
+    async def execute(
+        self,
+        target: AsyncRun[RunT] | object,
+        handler: Callable[[AsyncRun[RunT]], Awaitable[object]],
+        *,
+        run_now: bool = False,
+    ) -> Outcome:
+        """Carry a run out. See :meth:`.Runs.execute`.
+
+        When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
+        :class:`asyncio.CancelledError` at its next ``await``.
+        """
+        watch = _Watch()
+        known = target if isinstance(target, AsyncRun) else None
+
+        def carry_out(holder: Holder[RunT]) -> None:
+            _wait_for(watch.guard(handler(known if known is not None else AsyncRun(holder))))
+
+        holder = target if known is None else known.holder
+        outcome = await greenlet_spawn(
+            self._verbs.execute, holder, carry_out, run_now=run_now, on_lost=watch.cancel
+        )
+        watch.pass_on()
+        return outcome
+
+    async def get(self, ident: object) -> RunT | None:
+        """Read a run, having healed it if its lease has lapsed; the object is detached."""
+        return await greenlet_spawn(self._verbs.get, ident)
+
+    async def receipts(self, ident: object) -> tuple[Receipt, ...]:
+        """Read a run's receipts in the order they were recorded."""
+        return await greenlet_spawn(self._verbs.receipts, ident)
+
+    async def heal(self, ident: object) -> bool:
+        """Turn a lapsed run into what its lifecycle says; True if this call did."""
+        return await greenlet_spawn(self._verbs.heal, ident)
+
+    async def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs, those started first; return how many."""
+        return await greenlet_spawn(self._verbs.reap, limit)
+
+    async def requeue(self, ident: object) -> bool:
+        """Give a terminal run another life. See :meth:`.Runs.requeue`."""
+        return await greenlet_spawn(self._verbs.requeue, ident)
+
+    async def request_cancel(self, session: AsyncSession, ident: object) -> bool:
+        """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Runs.request_cancel`."""
+        return await session.run_sync(self._verbs.request_cancel, ident)
+
+    async def fence(self, session: AsyncSession, lease: Lease) -> None:
+        """Lock the run in the caller's transaction and check the fence. See :meth:`.Runs.fence`."""
+        await session.run_sync(self._verbs.fence, lease)
+
+    async def record(
+        self, session: AsyncSession, lease: Lease, key: str | int, result: object, *, type_: Any = Any
+    ) -> None:
+        """Write a step's receipt in the caller's transaction. See :meth:`.Runs.record`."""
+        await session.run_sync(self._verbs.record, lease, key, result, type_)
+
+
+async def transition(
+    machine: StatusMachine[StatusT],
+    session: AsyncSession,
+    run_or_ident: object,
+    to: StatusT,
+    *,
+    from_: StatusT | Collection[StatusT] | None = None,
+    where: ColumnElement[bool] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> bool:
+    """Move one row along an edge of its machine. See :meth:`.StatusMachine.transition`."""
+    return await session.run_sync(
+        lambda session: machine.transition(session, run_or_ident, to, from_=from_, where=where, values=values)
+    )
+
+
+class _Watch:
+    """Cancels the handler's task from the heartbeat's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._caller = asyncio.current_task()
+        self._before = 0 if self._caller is None else self._caller.cancelling()
+        self._task: asyncio.Task[Any] | None = None
+
+    async def guard(self, handler: Awaitable[ResultT]) -> ResultT:
+        # A task of its own, so that this cancellation cannot be taken for one of the caller's.
+        self._task = asyncio.ensure_future(_as_coroutine(handler))
+        try:
+            return await self._task
+        finally:
+            self._task = None
+
+    def cancel(self) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def pass_on(self) -> None:
+        """Raise a cancellation of the caller's that arrived together with the loss of the lease."""
+        if self._caller is not None and self._caller.cancelling() > self._before:
+            raise asyncio.CancelledError
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _AsyncSessions:
+    """Sessions for :class:`.Store` from an asyncio sessionmaker."""
+
+    def __init__(self, factory: async_sessionmaker[Any]) -> None:
+        if not isinstance(factory, async_sessionmaker):
+            raise ConfigurationError(f"{factory!r} is not an async_sessionmaker; pass async_sessionmaker(engine).")
+        self._factory = factory
+        sync_class = factory.kw.get("sync_session_class") or factory.class_.sync_session_class
+        self._step_class = step_session_class(sync_class)
+
+    def plain(self) -> Session:
+        session: AsyncSession = self._factory()
+        return session.sync_session
+
+    def step(self) -> StepSession:
+        facade: AsyncSession = self._factory(sync_session_class=self._step_class)
+        session = facade.sync_session
+        assert isinstance(session, StepSession)
+        session.facade = facade
+        return session
+
+    def run_in_thread(self, work: Callable[[], None]) -> None:
+        # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(greenlet_spawn(work))
+
+
+async def _as_coroutine(awaitable: Awaitable[ResultT]) -> ResultT:
+    return await awaitable
+
+
+def _wait_for(awaitable: Awaitable[ResultT]) -> ResultT:
+    """Await something of the user's from within the greenlet that the library's own statements run in."""
+    return await_only(_as_coroutine(awaitable))

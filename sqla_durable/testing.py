@@ -1,0 +1,45 @@
+"""For tests of code that uses this library: moves a run's times, so that nothing needs to sleep or to fake a clock."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from sqla_durable import clock
+from sqla_durable.exc import RunNotFound
+from sqla_durable.run import RunMixin, RunRows
+
+
+def lapse(session: Session, run: type[RunMixin], ident: object) -> None:
+    """Let the lease of a running run have run out one second ago.
+
+    :param session: the caller's session; nothing is committed here.
+    :param run: the run class.
+    :param ident: the primary key, or the loaded object.
+    :raises RunNotFound: where no such run is running.
+    """
+    rows: RunRows[Any] = RunRows(run)
+    _move(session, rows, ident, rows.lease_expires_at, rows.lifecycle.running)
+
+
+def make_due(session: Session, run: type[RunMixin], ident: object) -> None:
+    """Let a ready run that waits for its backoff be due since one second ago.
+
+    :param session: the caller's session; nothing is committed here.
+    :param run: the run class.
+    :param ident: the primary key, or the loaded object.
+    :raises RunNotFound: where no such run is ready.
+    """
+    rows: RunRows[Any] = RunRows(run)
+    _move(session, rows, ident, rows.available_at, rows.lifecycle.ready)
+
+
+def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, status: Any) -> None:
+    identity = rows.identity(ident)
+    past = clock.stamp() - clock.interval(timedelta(seconds=1))
+    statement = rows.update(rows.lock(rows.matches(), rows.in_status(status)), {column: past}).returning(column)
+    connection = session.connection(bind_arguments={"mapper": rows.mapper})
+    if connection.execute(statement, rows.parameters(identity)).first() is None:
+        raise RunNotFound(f"no {rows.entity.__name__} with the key {identity!r} is {status.value}.")
