@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from sqlalchemy import ColumnElement
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.codec import codec_for
+from sqla_durable.codec import Codec, codec_for
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -55,10 +55,12 @@ class AsyncRun(Handle[RunT]):
         See :meth:`.Run.step`.
         """
 
+        codec: Codec[ResultT] = codec_for(fn)
+
         def body(session: AsyncSession) -> ResultT:
             return _wait_for(fn(session, *args, **kwargs))
 
-        return await self._alone(key, partial(self.holder.transactional, key, codec_for(fn), body))
+        return await self._alone(key, partial(self.holder.transactional, key, codec, body))
 
     async def external(
         self, key: str | int, fn: Callable[P, Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
@@ -68,10 +70,12 @@ class AsyncRun(Handle[RunT]):
         See :meth:`.Run.external`.
         """
 
+        codec: Codec[ResultT] = codec_for(fn)
+
         def call() -> ResultT:
             return _wait_for(fn(*args, **kwargs))
 
-        return await self._alone(key, partial(self.holder.external, key, codec_for(fn), call))
+        return await self._alone(key, partial(self.holder.external, key, codec, call))
 
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
@@ -136,7 +140,7 @@ class AsyncRuns(Generic[RunT]):
 
     async def execute(
         self,
-        target: AsyncRun[RunT] | object,
+        target: object,
         handler: Callable[[AsyncRun[RunT]], Awaitable[object]],
         *,
         run_now: bool = False,
@@ -147,17 +151,23 @@ class AsyncRuns(Generic[RunT]):
         :class:`asyncio.CancelledError` at its next ``await``.
         """
         watch = _Watch()
-        known = target if isinstance(target, AsyncRun) else None
+        known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            _wait_for(watch.guard(handler(known if known is not None else AsyncRun(holder))))
+            _wait_for(watch.guard(handler(AsyncRun(holder) if known is None else known)))
 
-        holder = target if known is None else known.holder
         outcome = await greenlet_spawn(
-            self._verbs.execute, holder, carry_out, run_now=run_now, on_lost=watch.cancel
+            self._verbs.execute,
+            target if known is None else known.holder,
+            carry_out,
+            run_now=run_now,
+            on_lost=watch.cancel,
         )
         watch.pass_on()
         return outcome
+
+    def _handle(self, target: object) -> AsyncRun[RunT] | None:
+        return cast(AsyncRun[RunT], target) if isinstance(target, AsyncRun) else None
 
     async def get(self, ident: object) -> RunT | None:
         """Read a run, having healed it if its lease has lapsed; the object is detached."""
@@ -217,13 +227,14 @@ class _Watch:
         self._loop = asyncio.get_running_loop()
         self._caller = asyncio.current_task()
         self._before = 0 if self._caller is None else self._caller.cancelling()
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
 
     async def guard(self, handler: Awaitable[ResultT]) -> ResultT:
         # A task of its own, so that this cancellation cannot be taken for one of the caller's.
-        self._task = asyncio.ensure_future(_as_coroutine(handler))
+        task = asyncio.create_task(_as_coroutine(handler))
+        self._task = task
         try:
-            return await self._task
+            return await task
         finally:
             self._task = None
 
@@ -245,7 +256,7 @@ class _AsyncSessions:
     """Sessions for :class:`.Store` from an asyncio sessionmaker."""
 
     def __init__(self, factory: async_sessionmaker[Any]) -> None:
-        if not isinstance(factory, async_sessionmaker):
+        if not isinstance(cast(object, factory), async_sessionmaker):
             raise ConfigurationError(f"{factory!r} is not an async_sessionmaker; pass async_sessionmaker(engine).")
         self._factory = factory
         sync_class = factory.kw.get("sync_session_class") or factory.class_.sync_session_class
@@ -257,8 +268,7 @@ class _AsyncSessions:
 
     def step(self) -> StepSession:
         facade: AsyncSession = self._factory(sync_session_class=self._step_class)
-        session = facade.sync_session
-        assert isinstance(session, StepSession)
+        session = cast(StepSession, facade.sync_session)
         session.facade = facade
         return session
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, Integer, Select, String, Update, select
+from sqlalchemy import Column, Integer, String, Update, select
 
 from sqla_durable import clock
-from sqla_durable.rows import bound
+from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
 
 
@@ -24,7 +24,7 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
     return runs.update(locking, _claimed(runs)).returning(*runs.key, runs.fence, runs.attempts)
 
 
-def claim_due(runs: RunRows[Any]) -> Select[Any]:
+def claim_due(runs: RunRows[Any]) -> AnySelect:
     """Claim up to ``limit`` due runs, those due for longest first, and return them in that order.
 
     Executed with ``owner`` and ``limit``. Locked rows are skipped, so that claimers do not queue up behind each other.

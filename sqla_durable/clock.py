@@ -12,6 +12,7 @@ Tests move a run's times rather than the clock: see :mod:`sqla_durable.testing`.
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import Any
 
 from sqlalchemy import ColumnElement, DateTime, Float, Interval, cast, func, literal
 
@@ -36,10 +37,11 @@ def interval(duration: timedelta) -> ColumnElement[timedelta]:
 def backoff(retry: Retry, attempts: ColumnElement[int]) -> ColumnElement[timedelta]:
     """The delay before the next start of a run that has been started ``attempts`` times."""
     exponent = func.least(func.greatest(attempts - 1, 0), retry.doublings)
-    delay = func.least(
+    delay: ColumnElement[Any] = func.least(
         literal(retry.backoff.total_seconds(), Float) * func.power(literal(retry.factor, Float), exponent),
         literal(retry.cap.total_seconds(), Float),
         type_=Float,
     )
-    spread = 1 + literal(retry.jitter, Float) * (2 * func.random(type_=Float) - 1)
+    chance: Any = func.random(type_=Float)
+    spread = 1 + literal(retry.jitter, Float) * (2 * chance - 1)
     return func.make_interval(0, 0, 0, 0, 0, 0, delay * spread, type_=Interval)

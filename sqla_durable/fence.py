@@ -15,7 +15,6 @@ from sqlalchemy import (
     BigInteger,
     Column,
     ColumnElement,
-    Select,
     String,
     Text,
     Update,
@@ -30,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
-from sqla_durable.rows import bound
+from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
 
 HISTORY = 20
@@ -47,7 +46,7 @@ def let_lapse(runs: RunRows[Any]) -> ColumnElement[bool]:
     return and_(_fence(runs), runs.in_status(runs.lifecycle.ready), runs.lease_owner == owner)
 
 
-def guard(runs: RunRows[Any]) -> Select[Any]:
+def guard(runs: RunRows[Any]) -> AnySelect:
     """Lock the run if the holder's fence is still the run's."""
     return runs.lock(runs.matches(), holding(runs))
 
@@ -63,7 +62,7 @@ def renew(runs: RunRows[Any]) -> Update:
     return runs.update(runs.lock(runs.matches(), holding(runs)), _fresh_lease(runs)).returning(runs.fence)
 
 
-def beat(runs: RunRows[Any]) -> Select[Any]:
+def beat(runs: RunRows[Any]) -> AnySelect:
     """Renew the lease unless the row is locked, and say what the row looks like: a heartbeat.
 
     A locked row is skipped: the lock is a step of this very holder, and so proof of life, or short. Waiting for it
@@ -79,7 +78,7 @@ def beat(runs: RunRows[Any]) -> Select[Any]:
     )
 
 
-def look(runs: RunRows[Any]) -> Select[Any]:
+def look(runs: RunRows[Any]) -> AnySelect:
     """Read who holds the run now, to tell a holder how it lost it."""
     return select(
         runs.status.label("status"),
@@ -130,8 +129,8 @@ def release(runs: RunRows[Any], *, failed: bool) -> Update:
 
 def remember(runs: RunRows[Any], error: ColumnElement[Any]) -> ColumnElement[Any]:
     """Return the run's failure history with ``error`` added, without its traceback, and the oldest dropped."""
-    entry = func.jsonb_build_object("attempt", runs.attempts, "at", clock.stamp(), type_=JSONB)
-    entry = entry.op("||", return_type=JSONB())(error.op("-", return_type=JSONB())(cast("traceback", Text)))
+    when = func.jsonb_build_object("attempt", runs.attempts, "at", clock.stamp(), type_=JSONB)
+    entry = when.op("||", return_type=JSONB())(error.op("-", return_type=JSONB())(cast("traceback", Text)))
     full = func.jsonb_array_length(runs.failures) >= HISTORY
     kept = case((full, runs.failures.op("-", return_type=JSONB())(literal_column("0"))), else_=runs.failures)
     return kept.op("||", return_type=JSONB())(func.jsonb_build_array(entry, type_=JSONB))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def keeping(self, holder: Holder[Any], on_lost: Callable[[], None] | None = None) -> Iterator[None]:
+    def keeping(self, holder: Holder[Any], on_lost: Callable[[], None] | None = None) -> Generator[None, None, None]:
         """Keep the lease of ``holder`` alive, and those of the other runs claimed in the same batch.
 
         :param on_lost: called in the heartbeat's thread, once, when the holder may not go on.
@@ -76,10 +76,8 @@ class Heartbeat:
         try:
             with engine.connect() as connection:
                 for holder, on_lost in watched:
-                    if holder.lost is None and not holder.ended:
-                        holder.beat(connection)
-                        if holder.lost is not None and on_lost is not None:
-                            on_lost()
+                    if not holder.ended and holder.beat(connection) and on_lost is not None:
+                        on_lost()
         except (SQLAlchemyError, DurableError) as error:
             _log.warning("a heartbeat failed and will be tried again: %s", error)
 

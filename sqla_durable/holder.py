@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from sqlalchemy import Connection, Row, Update
+from sqlalchemy import Connection, Update
 
 from sqla_durable import fence
 from sqla_durable.codec import Codec
@@ -25,7 +25,7 @@ from sqla_durable.exc import (
 from sqla_durable.failure import Failure
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
-from sqla_durable.rows import arguments
+from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
 from sqla_durable.step import Recorded, Steps, replayed
@@ -139,7 +139,7 @@ class Holder(Generic[RunT]):
         return name
 
     @contextmanager
-    def _within(self, name: str) -> Iterator[None]:
+    def _within(self, name: str) -> Generator[None, None, None]:
         token = _inside.set((self, name))
         try:
             yield
@@ -157,15 +157,18 @@ class Holder(Generic[RunT]):
             self.beat(connection)
         self.refuse_lost()
 
-    def beat(self, connection: Connection) -> None:
-        """Renew the lease, unless the run's row is locked, and note a lost lease or a cancel request."""
+    def beat(self, connection: Connection) -> bool:
+        """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""
+        if self.lost is not None:
+            return False
         row = self.store.beat.execute(connection, self.store.parameters(self.lease)).one_or_none()
         if self.ended:
-            return
+            return False
         if row is None or not (row.held or row.renewed):
             self.note(self.store.lost(connection, self.lease))
         else:
             self.note_cancel(requested=row.cancel_requested_at is not None)
+        return self.lost is not None
 
     def refuse_lost(self) -> None:
         """Raise what is known to have ended this holder's right to write."""
@@ -202,6 +205,12 @@ class Holder(Generic[RunT]):
         failure = error if isinstance(error, Failure) else Failure.of(error)
         self.land(self.store.runs.lifecycle.failed, values, failure)
 
+    def cancel(self) -> None:
+        """Land a run that was asked to be cancelled."""
+        cancelled = self.store.runs.lifecycle.cancelled
+        if cancelled is not None:
+            self.land(cancelled, {})
+
     def land(self, to: StrEnum, values: Mapping[str, Any], failure: Failure | None = None) -> None:
         """Move the run to a terminal status, in one fenced statement."""
         changed = {self.store.runs.column(name): value for name, value in values.items()}
@@ -212,8 +221,8 @@ class Holder(Generic[RunT]):
         lifecycle = self.store.runs.lifecycle
         if not lifecycle.releases:
             raise ConfigurationError(
-                f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a run "
-                "cannot be released; it is left to its lease. Declare the edge in transitions=."
+                f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a "
+                "run cannot be released; it is left to its lease. Declare the edge in transitions=."
             )
         self._end(fence.release(self.store.runs, failed=failure is not None), failure)
 
@@ -230,11 +239,11 @@ class Holder(Generic[RunT]):
             raise
         self._show(row)
 
-    def _show(self, row: Row[Any]) -> None:
+    def _show(self, row: AnyRow) -> None:
         runs = self.store.runs
         self.ended = True
-        self.status = row._mapping[runs.status]  # noqa: SLF001
-        runs.show(self.row, row._mapping)  # noqa: SLF001
+        self.status = row._mapping[runs.status]
+        runs.show(self.row, row._mapping)
 
 
 def stored_key(key: str | int) -> str:
@@ -242,7 +251,7 @@ def stored_key(key: str | int) -> str:
 
     :raises UsageError: for a key that is not a str or int, is too long, or could be mistaken for another.
     """
-    if isinstance(key, bool) or not isinstance(key, str | int):
+    if isinstance(key, bool) or not isinstance(cast(object, key), str | int):
         raise UsageError(f"step key {key!r} is a {type(key).__name__}; a key is a str or an int.")
     # Of the plain type, as a member of an enumeration has a str() of its own.
     name = str.__str__(key) if isinstance(key, str) else int.__repr__(key)

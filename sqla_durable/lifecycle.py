@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Final, Generic, Literal
@@ -52,7 +52,7 @@ class Lifecycle(Generic[StatusT]):
     lapsed: StatusT | None = None
     lease: timedelta = timedelta(seconds=120)
     retry: Retry = field(default_factory=Retry)
-    requeue: Set[StatusT] = frozenset()
+    requeue: AbstractSet[StatusT] = frozenset()
     step_timeout: timedelta | Literal["lease"] | None = "lease"
 
     def __post_init__(self) -> None:

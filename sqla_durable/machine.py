@@ -5,7 +5,8 @@ No database is involved here; :mod:`sqla_durable.status` puts a machine on a col
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -26,7 +27,7 @@ class Machine(Generic[StatusT]):
     """
 
     def __init__(
-        self, statuses: type[StatusT], *, initial: StatusT, transitions: Mapping[StatusT, Set[StatusT]]
+        self, statuses: type[StatusT], *, initial: StatusT, transitions: Mapping[StatusT, AbstractSet[StatusT]]
     ) -> None:
         self.statuses = statuses
         self.initial = initial
@@ -76,7 +77,7 @@ class Machine(Generic[StatusT]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.statuses.__name__}>"
 
-    def _refuse_strangers(self, initial: StatusT, transitions: Mapping[StatusT, Set[StatusT]]) -> None:
+    def _refuse_strangers(self, initial: StatusT, transitions: Mapping[StatusT, AbstractSet[StatusT]]) -> None:
         edges = [(from_, to) for from_, following in transitions.items() for to in following]
         if not list(self.statuses):
             raise ConfigurationError(f"{self.statuses.__name__} has no members; a status machine needs some.")
@@ -114,7 +115,7 @@ class Machine(Generic[StatusT]):
             )
 
 
-def _closure(start: set[StatusT], edges: Mapping[StatusT, Set[StatusT]]) -> set[StatusT]:
+def _closure(start: set[StatusT], edges: Mapping[StatusT, AbstractSet[StatusT]]) -> set[StatusT]:
     reached, frontier = set(start), list(start)
     while frontier:
         for status in edges[frontier.pop()] - reached:

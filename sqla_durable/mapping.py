@@ -21,7 +21,11 @@ def when_mapped(cls: type[Any], configure: Callable[[Mapper[Any]], None]) -> Non
     if "__mapper__" in vars(cls):
         configure(inspect(cls))
     elif not vars(cls).get("__abstract__", False):
-        event.listen(cls, "after_mapper_constructed", lambda mapper, _: configure(mapper), once=True)
+
+        def constructed(mapper: Mapper[Any], _: type[Any]) -> None:
+            configure(mapper)
+
+        event.listen(cls, "after_mapper_constructed", constructed, once=True)
 
 
 def add_check(table: Table, name: str, condition: ColumnElement[bool]) -> None:
@@ -39,9 +43,7 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     convention = table.metadata.naming_convention
     conventional = "fk" in convention or ForeignKeyConstraint in convention
     name = None if conventional else "_".join(["fk", table.name, *(column.name for column in columns)])
-    table.append_constraint(
-        ForeignKeyConstraint([column.name for column in columns], referred, name=name, **options)
-    )
+    table.append_constraint(ForeignKeyConstraint([column.name for column in columns], referred, name=name, **options))
 
 
 def root_table(mapper: Mapper[Any]) -> Table:

@@ -6,7 +6,7 @@ time than the rest of the call; :meth:`~sqlalchemy.engine.Connection.exec_driver
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Connection, CursorResult, Engine, Executable
 from sqlalchemy.sql import ClauseElement
@@ -22,17 +22,14 @@ class Prepared:
     __slots__ = ("_fixed", "_sql")
 
     def __init__(self, statement: Executable, engine: Engine) -> None:
-        assert isinstance(statement, ClauseElement)
         translate = engine.get_execution_options().get("schema_translate_map")
-        compiled: Any = statement.compile(
+        compiled: Any = cast(ClauseElement, statement).compile(
             dialect=engine.dialect,
             schema_translate_map=translate,
             render_schema_translate=bool(translate),
         )
         self._sql = str(compiled)
-        self._fixed = {
-            name: bind.value for name, bind in compiled.binds.items() if not bind.required
-        }
+        self._fixed = {name: bind.value for name, bind in compiled.binds.items() if not bind.required}
 
     def execute(self, connection: Connection, parameters: dict[str, Any]) -> CursorResult[Any]:
         """Execute with ``parameters`` beside the values the statement already holds."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Integer, Select, Text, Update, and_, case, cast, func, null
+from sqlalchemy import Column, ColumnElement, Integer, Text, Update, and_, case, cast, func, null
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
 from sqla_durable.fence import remember
-from sqla_durable.rows import bound
+from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
 
 
@@ -32,7 +33,7 @@ def reap(runs: RunRows[Any]) -> Update:
 
 def requeue(runs: RunRows[Any]) -> Update:
     """Give a terminal run another life: ready, attempts reset, fence kept, lease, error and times cleared."""
-    statuses = [runs.constant(status) for status in runs.lifecycle.machine.statuses if status in runs.lifecycle.requeue]
+    statuses = [runs.constant(status) for status in sorted(runs.lifecycle.requeue)]
     cleared = (
         runs.lease_owner,
         runs.lease_expires_at,
@@ -53,11 +54,11 @@ def requeue(runs: RunRows[Any]) -> Update:
 def request_cancel(runs: RunRows[Any]) -> Update:
     """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once."""
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
-    living = [runs.constant(status) for status in machine.statuses if status not in machine.terminal]
+    living = [runs.constant(status) for status in machine.transitions if status not in machine.terminal]
     changes: dict[Column[Any], Any] = {
         runs.cancel_requested_at: func.coalesce(runs.cancel_requested_at, clock.stamp()),
     }
-    if lifecycle.cancelled in machine.transitions[lifecycle.ready]:
+    if lifecycle.cancelled is not None and lifecycle.cancelled in machine.transitions[lifecycle.ready]:
         at_once = runs.in_status(lifecycle.ready)
         changes |= {
             runs.status: case((at_once, runs.constant(lifecycle.cancelled)), else_=runs.status),
@@ -67,20 +68,16 @@ def request_cancel(runs: RunRows[Any]) -> Update:
     return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*changes)
 
 
-def _reap(runs: RunRows[Any], locking: Select[Any]) -> Update:
+def _reap(runs: RunRows[Any], locking: AnySelect) -> Update:
     error = _lapse_error(runs)
     kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
+    due_again = clock.stamp() + clock.backoff(runs.lifecycle.retry, runs.attempts)
     changes: dict[Column[Any], Any] = {
         runs.status: _by_fate(runs, runs.constant),
         runs.lease_expires_at: null(),
         # The owner stays noted on a run that goes back to ready: until someone else claims it, its holder may resume.
         runs.lease_owner: _by_fate(runs, lambda to: runs.lease_owner if to == kept else null()),
-        runs.available_at: _by_fate(
-            runs,
-            lambda to: clock.stamp() + clock.backoff(runs.lifecycle.retry, runs.attempts)
-            if to == kept
-            else runs.available_at,
-        ),
+        runs.available_at: _by_fate(runs, lambda to: due_again if to == kept else runs.available_at),
         runs.finished_at: _by_fate(runs, lambda to: clock.stamp() if to in machine.terminal else null()),
         runs.error: error,
         runs.failures: remember(runs, error),
@@ -88,7 +85,7 @@ def _reap(runs: RunRows[Any], locking: Select[Any]) -> Update:
     return runs.update(locking, changes).returning(*runs.key, runs.status)
 
 
-def _by_fate(runs: RunRows[Any], value: Any) -> ColumnElement[Any]:
+def _by_fate(runs: RunRows[Any], value: Callable[[StrEnum], Any]) -> ColumnElement[Any]:
     """Choose a value by where the lapsed run goes: cancelled if that was asked for, else spent, else on."""
     lifecycle = runs.lifecycle
     fates: list[tuple[ColumnElement[bool], StrEnum]] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from sqlalchemy import (
     CTE,
@@ -15,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Delete,
-    Select,
     String,
     Text,
     Update,
@@ -30,14 +30,15 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy import cast as sql_cast
-from sqlalchemy.dialects.postgresql import JSONB, Insert, insert
+from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
+from sqlalchemy.sql.dml import ReturningInsert
 
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
 from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
-from sqla_durable.rows import Rows, bound
+from sqla_durable.rows import AnySelect, Rows, bound
 
 RunT = TypeVar("RunT")
 
@@ -101,9 +102,7 @@ class _ReceiptColumns:
         error = mapped_column(JSONB(none_as_null=True))
         effect = mapped_column(String(20), nullable=False)
         fence = mapped_column(BigInteger, nullable=False)
-        recorded_at = mapped_column(
-            DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")
-        )
+        recorded_at = mapped_column(DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()"))
         unsealed = mapped_column(String(KEY_LENGTH))
 
     __run__: ClassVar[type[Any]]
@@ -137,8 +136,8 @@ else:
 
 
 def _run_key(run: Any) -> dict[str, Any]:
-    mapper = inspect(run, raiseerr=False) if isinstance(run, type) else None
-    if not isinstance(mapper, Mapper):
+    mapper = cast(Any, inspect(run, raiseerr=False)) if isinstance(run, type) else None
+    if mapper is None:
         raise ConfigurationError(
             f"ReceiptMixin[{run!r}]: the run class must be mapped before its receipts; define it above, and give the "
             "class itself rather than its name."
@@ -205,12 +204,17 @@ class ReceiptRows(Rows[Any]):
         """The conditions that a receipt belongs to the run with the given key."""
         return [column == bind for column, bind in zip(self.run_key, self.runs.binds(), strict=True)]
 
-    def recorded(self) -> list[Column[Any]]:
-        """The columns that :func:`receipt_of` reads."""
-        return [self.column(name) for name in _RECORDED]
+    def recorded(self) -> list[ColumnElement[Any]]:
+        """The columns that :func:`receipt_of` reads.
+
+        JSON is read as text, since the user's engine may decode it its own way, floats as decimals for one.
+        """
+        json_columns = {"result", "error"}
+        columns = [(name, self.column(name)) for name in _RECORDED]
+        return [sql_cast(column, Text) if name in json_columns else column for name, column in columns]
 
 
-def opening(receipts: ReceiptRows, held: CTE) -> Insert:
+def opening(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     """Insert the unsealed receipt of a step whose run is ``held``; a receipt that is there already stays.
 
     Inserted before the body rather than after it, the receipt also answers whether another transaction has recorded
@@ -239,7 +243,7 @@ def sealing(receipts: ReceiptRows) -> Update:
     )
 
 
-def recording(receipts: ReceiptRows, held: CTE) -> Insert:
+def recording(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     """Insert a finished receipt of a run that is ``held``, with either a ``result`` or an ``error``."""
     values = {
         receipts.outcome: bound("outcome", String()),
@@ -250,7 +254,7 @@ def recording(receipts: ReceiptRows, held: CTE) -> Insert:
     return _insert(receipts, held, values)
 
 
-def of_run(receipts: ReceiptRows) -> Select[Any]:
+def of_run(receipts: ReceiptRows) -> AnySelect:
     """Read the receipts of one run in the order they were recorded."""
     return (
         select(*receipts.recorded())
@@ -259,7 +263,7 @@ def of_run(receipts: ReceiptRows) -> Select[Any]:
     )
 
 
-def one(receipts: ReceiptRows) -> Select[Any]:
+def one(receipts: ReceiptRows) -> AnySelect:
     """Read the receipt of one step."""
     return select(*receipts.recorded()).where(*receipts.of_run(), receipts.step == _step())
 
@@ -273,11 +277,12 @@ def forget_failed(receipts: ReceiptRows) -> Delete:
 def receipt_of(row: Any) -> Receipt:
     """Return the value for a row of :func:`of_run` or :func:`one`."""
     step, outcome, result, error, effect, fence, recorded_at = row
-    failure = None if error is None else Failure.from_json(error)
-    return Receipt(step, StepOutcome(outcome), result, failure, Effect(effect), fence, recorded_at)
+    value = None if result is None else json.loads(result)
+    failure = None if error is None else Failure.from_json(json.loads(error))
+    return Receipt(step, StepOutcome(outcome), value, failure, Effect(effect), fence, recorded_at)
 
 
-def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> Insert:
+def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> ReturningInsert[Any]:
     named: dict[Column[Any], ColumnElement[Any]] = {
         **{column: held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)},
         receipts.step: _step(),

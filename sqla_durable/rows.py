@@ -7,7 +7,7 @@ loader criteria, eager joins, ``onupdate`` and ``version_id_col``, each of which
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from sqlalchemy import (
     BindParameter,
@@ -15,7 +15,6 @@ from sqlalchemy import (
     ColumnElement,
     Dialect,
     RowMapping,
-    Select,
     Table,
     Update,
     and_,
@@ -25,14 +24,17 @@ from sqlalchemy import (
     tuple_,
     update,
 )
-from sqlalchemy.types import TypeEngine
-from sqlalchemy.orm import InstanceState, Mapper, Session
+from sqlalchemy.orm import InstanceState, Mapper, Session, class_mapper
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.types import TypeEngine
 
 from sqla_durable.exc import ConfigurationError, UsageError
 
 EntityT = TypeVar("EntityT")
 Ident = tuple[Any, ...]
+# Generic in one argument in SQLAlchemy 2.0 and in any number in 2.1, so that no spelling suits both.
+AnyRow: TypeAlias = Any
+AnySelect: TypeAlias = Any
 
 
 def bound(name: str, type_: TypeEngine[Any]) -> BindParameter[Any]:
@@ -57,12 +59,11 @@ class Rows(Generic[EntityT]):
 
     def __init__(self, entity: type[EntityT], table: Table | None = None) -> None:
         self.entity = entity
-        self.mapper: Mapper[EntityT] = inspect(entity)
+        self.mapper: Mapper[EntityT] = class_mapper(entity, configure=False)
         root = cast(Table, self.mapper.base_mapper.local_table)
         self.table = root if table is None else table
-        self.key: tuple[Column[Any], ...] = tuple(
-            self.mapper.base_mapper.primary_key if self.table is root else self.table.primary_key
-        )
+        key: Any = self.mapper.base_mapper.primary_key if self.table is root else self.table.primary_key
+        self.key: tuple[Column[Any], ...] = tuple(key)
         self.key_names = tuple(f"key_{position}" for position in range(len(self.key)))
 
     def column(self, attribute: str) -> Column[Any]:
@@ -89,7 +90,7 @@ class Rows(Generic[EntityT]):
          by attribute), or an object of the mapped class.
         """
         if isinstance(ident, self.entity):
-            state: InstanceState[Any] = inspect(ident)
+            state = cast(InstanceState[Any], inspect(ident, raiseerr=True))
             if state.identity is None:
                 raise UsageError(f"{ident!r} is not in the database yet; add it to a session and flush it first.")
             return tuple(state.identity)
@@ -97,7 +98,7 @@ class Rows(Generic[EntityT]):
             by_attribute = cast(Mapping[str, Any], ident)
             values: Sequence[Any] = [by_attribute.get(self.attribute(column)) for column in self.key]
         else:
-            values = ident if isinstance(ident, tuple | list) else (ident,)
+            values = cast(Sequence[Any], ident) if isinstance(ident, tuple | list) else (ident,)
         if len(values) != len(self.key) or any(value is None for value in values):
             wanted = ", ".join(self.attribute(column) for column in self.key)
             raise UsageError(f"{ident!r} does not identify a {self.entity.__name__}; its key is ({wanted}).")
@@ -144,7 +145,7 @@ class Rows(Generic[EntityT]):
 
     # writing
 
-    def lock(self, *conditions: ColumnElement[bool], skip_locked: bool = False) -> Select[Any]:
+    def lock(self, *conditions: ColumnElement[bool], skip_locked: bool = False) -> AnySelect:
         """Select and lock the rows that meet the conditions, as keys named ``key_0``, ``key_1``, ...
 
         The lock is ``FOR NO KEY UPDATE``: ``FOR UPDATE`` would make other sessions wait that insert rows which refer
@@ -158,7 +159,7 @@ class Rows(Generic[EntityT]):
             .with_for_update(key_share=True, of=self.table, skip_locked=skip_locked)
         )
 
-    def update(self, locking: Select[Any], values: Mapping[Column[Any], Any]) -> Update:
+    def update(self, locking: AnySelect, values: Mapping[Column[Any], Any]) -> Update:
         """Update the rows that ``locking``, made by :meth:`lock`, selected.
 
         The assignments stand in the outer statement, where they are evaluated after the lock: in a plain conditional
@@ -180,7 +181,7 @@ class Rows(Generic[EntityT]):
     def loaded(self, session: Session, identity: Ident) -> EntityT | None:
         """Return the object with that key if the session has it; without a statement."""
         key = self.mapper.identity_key_from_primary_key(identity)
-        return cast("EntityT | None", session.identity_map.get(key))
+        return session.identity_map.get(key)
 
     def show(self, instance: EntityT, row: RowMapping) -> None:
         """Make a loaded object, in a session or detached, show what a row returned; without a statement."""

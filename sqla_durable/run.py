@@ -1,4 +1,4 @@
-"""A run: one row of the user's model that stands for one piece of work, and the class-time configuration of that model."""
+"""A run: one row of the user's model that stands for one piece of work, and how that model is configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.mapping import add_check, root_table, when_mapped
+from sqla_durable.mapping import add_check, when_mapped
 from sqla_durable.rows import Rows
 from sqla_durable.status import TransitionHook
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable.codec import codec_for
+from sqla_durable.codec import Codec, codec_for
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -91,12 +90,11 @@ class Run(Handle[RunT]):
         :raises Exception: what ``fn`` raises; it is recorded as the step's failure.
         """
         _refuse_coroutine(fn)
+        codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.transactional(key, codec_for(fn), lambda session: fn(session, *args, **kwargs))
+            return self.holder.transactional(key, codec, lambda session: fn(session, *args, **kwargs))
 
-    def external(
-        self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs
-    ) -> ResultT:
+    def external(self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
 
         No lock and no connection is held during the call, so it may take its time; the receipt is one statement. A
@@ -108,8 +106,9 @@ class Run(Handle[RunT]):
         :raises Exception: as for :meth:`step`.
         """
         _refuse_coroutine(fn)
+        codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.external(key, codec_for(fn), lambda: fn(*args, **kwargs))
+            return self.holder.external(key, codec, lambda: fn(*args, **kwargs))
 
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
@@ -204,9 +203,7 @@ class Runs(Generic[RunT]):
         """
         return Run(self._verbs.hold(lease))
 
-    def execute(
-        self, target: Run[RunT] | object, handler: Callable[[Run[RunT]], object], *, run_now: bool = False
-    ) -> Outcome:
+    def execute(self, target: object, handler: Callable[[Run[RunT]], object], *, run_now: bool = False) -> Outcome:
         """Carry a run out: claim it, keep its lease alive, call the handler, and land the run.
 
         A handler that returns lands the run as done, one that raises lands it as failed; after a
@@ -221,11 +218,15 @@ class Runs(Generic[RunT]):
         :raises BaseException: an interruption, such as ``KeyboardInterrupt``, after the run was released.
         """
         _refuse_coroutine(handler)
-        known = target if isinstance(target, Run) else None
-        holder = target if known is None else known.holder
-        return self._verbs.execute(
-            holder, lambda holder: handler(known if known is not None else Run(holder)), run_now=run_now
-        )
+        known = self._handle(target)
+
+        def carry_out(holder: Holder[RunT]) -> None:
+            handler(Run(holder) if known is None else known)
+
+        return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
+
+    def _handle(self, target: object) -> Run[RunT] | None:
+        return cast(Run[RunT], target) if isinstance(target, Run) else None
 
     # reading and healing
 
@@ -292,7 +293,7 @@ class _Sessions:
     """Sessions for :class:`.Store` from a sessionmaker."""
 
     def __init__(self, factory: sessionmaker[Any]) -> None:
-        if not isinstance(factory, sessionmaker):
+        if not isinstance(cast(object, factory), sessionmaker):
             raise ConfigurationError(f"{factory!r} is not a sessionmaker; pass sessionmaker(engine).")
         self._factory = factory
         self._step_class = step_session_class(factory.class_)

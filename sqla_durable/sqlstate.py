@@ -5,7 +5,7 @@ The codes are those of `PostgreSQL Error Codes <https://www.postgresql.org/docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -54,7 +54,7 @@ def translate(error: DBAPIError) -> RetryableError | None:
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translated() -> Generator[None, None, None]:
     """Raise errors of ours in place of the database errors that stand for them."""
     try:
         yield

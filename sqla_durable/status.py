@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Any, cast
 from weakref import WeakSet
 
-from sqlalchemy import Column, ColumnElement, Enum, Table, inspect, select
-from sqlalchemy.orm import InstanceState, MappedColumn, Mapper, Session, mapped_column
+from sqlalchemy import Column, ColumnElement, Enum, inspect, select
+from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session
 
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.machine import Machine, StatusT
-from sqla_durable.rows import Rows
+from sqla_durable.rows import AnyRow, Rows
 from sqla_durable.sqlstate import translated
 
 _INFO = "sqla_durable.machine"
@@ -46,7 +47,7 @@ class StatusMachine(Machine[StatusT]):
     """
 
     def __init__(
-        self, statuses: type[StatusT], *, initial: StatusT, transitions: Mapping[StatusT, Set[StatusT]]
+        self, statuses: type[StatusT], *, initial: StatusT, transitions: Mapping[StatusT, AbstractSet[StatusT]]
     ) -> None:
         super().__init__(statuses, initial=initial, transitions=transitions)
         self._served: WeakSet[type[Any]] = WeakSet()
@@ -66,17 +67,21 @@ class StatusMachine(Machine[StatusT]):
         :param kwargs: what :func:`~sqlalchemy.orm.mapped_column` takes besides a type, a nullability and a server
          default; ``init=False`` on a dataclass base, for one.
         """
+
+        def values(statuses: type[StatusT]) -> list[str]:
+            return [status.value for status in statuses]
+
         type_ = Enum(
             self.statuses,
             name=f"{self.statuses.__name__.lower()}_values",
             native_enum=False,
             length=max(64, *(len(status.value) for status in self.statuses)),
             create_constraint=True,
-            values_callable=lambda statuses: [status.value for status in statuses],
+            values_callable=values,
         )
         info = {**kwargs.pop("info", {}), _INFO: self}
         kwargs.setdefault("default", self.initial)
-        arguments = (type_,) if name is None else (name, type_)
+        arguments: Any = (type_,) if name is None else (name, type_)
         return mapped_column(*arguments, nullable=False, server_default=self.initial.value, info=info, **kwargs)
 
     def transition(
@@ -109,8 +114,9 @@ class StatusMachine(Machine[StatusT]):
         sources = self._sources(to, from_)
         entity, ident = self._target(session, run_or_ident)
         status = self.column_of(entity)
-        rows = Rows(entity, cast(Table, status.table))
-        also = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
+        table: Any = status.table
+        rows = Rows(entity, table)
+        also: Mapping[str, Any] = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
         changed = {rows.column(name): value for name, value in {**also, **(values or {})}.items()} | {status: to}
         session.flush()
         identity = rows.identity(ident)
@@ -118,7 +124,7 @@ class StatusMachine(Machine[StatusT]):
         statement = rows.update(locking, changed).returning(*changed)
         with translated():
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
-            row = connection.execute(statement, rows.parameters(identity)).one_or_none()
+            row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
             won = row is not None
             instance = ident if isinstance(ident, entity) else rows.loaded(session, identity)
             if instance is not None:
@@ -128,7 +134,7 @@ class StatusMachine(Machine[StatusT]):
                 if row is None:
                     session.expire(instance)
                 else:
-                    rows.show(instance, row._mapping)  # noqa: SLF001
+                    rows.show(instance, row._mapping)
         return won
 
     def column_of(self, entity: type[Any]) -> Column[StatusT]:
@@ -150,7 +156,7 @@ class StatusMachine(Machine[StatusT]):
         if from_ is None:
             sources: Collection[StatusT] = self.sources(to)
         elif isinstance(from_, str):
-            sources = [from_]
+            sources = [cast(StatusT, from_)]
         else:
             sources = from_
         for source in sources:
@@ -158,18 +164,16 @@ class StatusMachine(Machine[StatusT]):
         return [status for status in self.statuses if status in sources]
 
     def _target(self, session: Session, run_or_ident: object) -> tuple[type[Any], object]:
-        match run_or_ident:
-            case (type() as entity, ident):
-                return cast("type[Any]", entity), cast("object", ident)
-            case _:
-                state = inspect(run_or_ident, raiseerr=False)
-        if isinstance(state, InstanceState):
-            owner = state.session
+        if (pair := _pair(run_or_ident)) is not None:
+            return pair
+        entity = type(run_or_ident)
+        if isinstance(inspect(entity, raiseerr=False), Mapper):
+            owner = object_session(run_or_ident)
             if owner is not None and owner is not session:
                 raise UsageError(
                     f"{run_or_ident!r} belongs to another session; pass an object of this session, or (Class, ident)."
                 )
-            return state.mapper.class_, run_or_ident
+            return entity, run_or_ident
         if len(self._served) != 1:
             names = ", ".join(sorted(entity.__name__ for entity in self._served)) or "no run class"
             raise UsageError(
@@ -178,3 +182,9 @@ class StatusMachine(Machine[StatusT]):
             )
         return next(iter(self._served)), run_or_ident
 
+
+def _pair(target: object) -> tuple[type[Any], object] | None:
+    pair: Any = cast(Any, target)
+    if isinstance(target, tuple) and len(pair) == 2 and isinstance(pair[0], type):  # noqa: PLR2004
+        return pair[0], pair[1]
+    return None

@@ -1,4 +1,4 @@
-"""The sentence this library exists for: lock the run, check the fence, do the effect, write the receipt, commit."""
+"""What this library exists for: lock the run, check the fence, do the effect, write the receipt, commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Interval, Row, Select, Text, case, func, literal, select
+from sqlalchemy import Connection, Interval, Text, case, func, literal, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 
@@ -31,7 +31,7 @@ from sqla_durable.receipt import (
     recording,
     sealing,
 )
-from sqla_durable.rows import arguments
+from sqla_durable.rows import AnyRow, AnySelect, arguments
 from sqla_durable.run import RunRows
 from sqla_durable.session import StepSession, ended
 from sqla_durable.sqlstate import (
@@ -47,7 +47,7 @@ from sqla_durable.store import Store
 ValueT = TypeVar("ValueT")
 
 
-def opens(runs: RunRows[Any], receipts: ReceiptRows) -> Select[Any]:
+def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, open the step's receipt, and bound the idle time."""
     held = (
         runs.lock(runs.matches(), holding(runs))
@@ -64,7 +64,7 @@ def opens(runs: RunRows[Any], receipts: ReceiptRows) -> Select[Any]:
     )
 
 
-def records(runs: RunRows[Any], receipts: ReceiptRows) -> Select[Any]:
+def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and record a finished step: one fused statement."""
     held = (
         runs.lock(runs.matches(), holding(runs))
@@ -115,9 +115,7 @@ class Steps:
         """
         return retry_conflicts(lambda: self._attempt(lease, key, body, codec))
 
-    def _attempt(
-        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
-    ) -> Recorded[ValueT]:
+    def _attempt(self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]) -> Recorded[ValueT]:
         session = self.store.sessions.step()
         try:
             connection = self._begin(session)
@@ -170,7 +168,7 @@ class Steps:
         session.begin_step(connection)
         return connection
 
-    def _open(self, connection: Connection, lease: Lease, key: str) -> Row[Any]:
+    def _open(self, connection: Connection, lease: Lease, key: str) -> AnyRow:
         parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
         row = self.store.held(
             connection, lease, lambda connection: self.open.execute(connection, parameters).one_or_none()
@@ -207,7 +205,7 @@ class Steps:
             return ended("a COMMIT of its own, which PostgreSQL refused")
         return translate(error)
 
-    def _record(self, connection: Connection, values: dict[str, Any]) -> Row[Any] | None:
+    def _record(self, connection: Connection, values: dict[str, Any]) -> AnyRow | None:
         return self.recording.execute(connection, values).one_or_none()
 
     def _read(self, connection: Connection, lease: Lease, key: str) -> Receipt:
@@ -246,7 +244,7 @@ class Steps:
         return Prepared(records(self.store.runs, self.store.receipts), self.store.engine)
 
     @cached_property
-    def reading(self) -> Select[Any]:
+    def reading(self) -> AnySelect:
         """See :func:`.one`."""
         return one(self.store.receipts)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, Row, Select
+from sqlalchemy import Connection, Engine
 from sqlalchemy.orm import Session
 
 from sqla_durable import fence
@@ -15,7 +15,7 @@ from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageErro
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import ReceiptRows
-from sqla_durable.rows import Ident, arguments
+from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
 from sqla_durable.session import StepSession
 from sqla_durable.sqlstate import retry_conflicts, translated
@@ -50,8 +50,9 @@ class Store(Generic[RunT]):
     """
 
     def __init__(self, sessions: Sessions, run: type[RunT], receipt: type[Any]) -> None:
-        if not (isinstance(run, type) and issubclass(run, RunMixin) and "__mapper__" in vars(run)):
-            raise ConfigurationError(f"{run!r} is not a mapped class with RunMixin.")
+        mapped = cast(object, run)
+        if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
+            raise ConfigurationError(f"{mapped!r} is not a mapped class with RunMixin.")
         answered: type[Any] | None = getattr(receipt, "__run__", None)
         if answered is None or not issubclass(run, answered):
             raise ConfigurationError(
@@ -107,7 +108,7 @@ class Store(Generic[RunT]):
         return connection
 
     @contextmanager
-    def transaction(self) -> Iterator[tuple[Session, Connection]]:
+    def transaction(self) -> Generator[tuple[Session, Connection], None, None]:
         """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
         with translated(), self.sessions.plain() as session, session.begin():
             yield session, self.connection(session)
@@ -137,14 +138,14 @@ class Store(Generic[RunT]):
         key = self.runs.driver_parameters(lease.identity, self.engine.dialect)
         return {**key, **arguments(fence=lease.fence, owner=lease.owner, **more)}
 
-    def write(self, lease: Lease, write: Callable[[Connection], Row[Any] | None]) -> Row[Any]:
+    def write(self, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in its own transaction.
 
         :raises LostLease: where the lease is lost.
         :raises Cancelled: where the write is refused because of a cancel request.
         """
 
-        def once() -> Row[Any]:
+        def once() -> AnyRow:
             with translated(), self.autocommit_engine.connect() as connection:
                 row = write(connection)
             if row is not None:
@@ -153,9 +154,7 @@ class Store(Generic[RunT]):
 
         return retry_conflicts(once)
 
-    def held(
-        self, connection: Connection, lease: Lease, write: Callable[[Connection], Row[Any] | None]
-    ) -> Row[Any]:
+    def held(self, connection: Connection, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in this transaction, taking the run back first where it was reaped but not claimed."""
         row = write(connection)
         if row is None and self.resume.execute(connection, self.parameters(lease)).one_or_none() is not None:
@@ -200,7 +199,6 @@ class Store(Generic[RunT]):
         return Prepared(fence.beat(self.runs), self.engine)
 
     @cached_property
-    def look(self) -> Select[Any]:
+    def look(self) -> AnySelect:
         """See :func:`.fence.look`."""
         return fence.look(self.runs)
-

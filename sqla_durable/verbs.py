@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from os import getpid
 from socket import gethostname
-from typing import Any, Generic
+from typing import Any, Generic, cast
 from uuid import uuid4
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 from sqlalchemy.orm import Session
 
 from sqla_durable import claim, fence, reap, receipt
-from sqla_durable.codec import Codec
+from sqla_durable.codec import codec_of
 from sqla_durable.exc import RunNotFound, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out
 from sqla_durable.failure import Failure
@@ -21,7 +21,7 @@ from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import Receipt, receipt_of
-from sqla_durable.rows import Ident, arguments
+from sqla_durable.rows import AnyRow, Ident, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
 from sqla_durable.step import Steps
@@ -98,7 +98,7 @@ class Verbs(Generic[RunT]):
     ) -> Outcome:
         """See :meth:`.Runs.execute`; the target is a holder, or what :meth:`claim` takes."""
         if isinstance(target, Holder):
-            holder: Holder[RunT] = target
+            holder = cast(Holder[RunT], target)
             holder.refuse_ended()
 
             def begin() -> None:
@@ -143,7 +143,8 @@ class Verbs(Generic[RunT]):
     def reap(self, limit: int) -> int:
         """See :meth:`.Runs.reap`."""
         _check_limit(limit)
-        return self.store.execute(lambda _, connection: len(connection.execute(self._reap, arguments(limit=limit)).all()))
+        parameters = arguments(limit=limit)
+        return self.store.execute(lambda _, connection: len(connection.execute(self._reap, parameters).all()))
 
     def requeue(self, ident: object) -> bool:
         """See :meth:`.Runs.requeue`."""
@@ -171,9 +172,9 @@ class Verbs(Generic[RunT]):
         session.flush()
         with translated():
             connection = self.store.connection(session)
-            row = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
+            row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
         if row is not None and (loaded := self.runs.loaded(session, identity)) is not None:
-            self.runs.show(loaded, row._mapping)  # noqa: SLF001
+            self.runs.show(loaded, row._mapping)
         return row is not None
 
     def fence(self, session: Session, lease: Lease) -> None:
@@ -191,11 +192,12 @@ class Verbs(Generic[RunT]):
         """See :meth:`.Runs.record`."""
         self.store.check(lease)
         name = stored_key(key)
-        text, _ = Codec[Any](type_).round_trip(result, name)
+        text, _ = codec_of(type_).round_trip(result, name)
         session.flush()
         with translated():
             if self.steps.record_in(self.store.connection(session), lease, name, text) is None:
-                raise StepReused(f"step {name!r} of {self.runs.entity.__name__} {lease.identity!r} has a receipt already.")
+                run = f"{self.runs.entity.__name__} {lease.identity!r}"
+                raise StepReused(f"step {name!r} of {run} has a receipt already.")
 
     # the parts
 
@@ -224,13 +226,13 @@ class Verbs(Generic[RunT]):
         row = connection.execute(statement, {**key, **arguments(owner=self.owner)}).one_or_none()
         return None if row is None else self._holders(session, connection, [self._lease(row)])[0]
 
-    def _look(self, connection: Connection, identity: Ident) -> Row[Any]:
+    def _look(self, connection: Connection, identity: Ident) -> AnyRow:
         row = connection.execute(self.store.look, self.runs.parameters(identity)).one_or_none()
         if row is None:
             raise RunNotFound(f"there is no {self.runs.entity.__name__} with the key {identity!r}.")
         return row
 
-    def _lease(self, row: Row[Any]) -> Lease:
+    def _lease(self, row: AnyRow) -> Lease:
         *key, number, attempt = row
         return Lease(self.runs.name, tuple(key), number, attempt, self.owner)
 

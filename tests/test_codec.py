@@ -576,7 +576,7 @@ def test_a_constant_that_a_serializer_makes_up_is_refused() -> None:
 
 
 def test_a_result_larger_than_jsonb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sqla_durable.codec._MAX_BYTES", 1000)
+    monkeypatch.setattr("sqla_durable.storable._MAX_BYTES", 1000)
     assert returning(str).round_trip("x" * 990, "s")
     with pytest.raises(ResultError, match="256 MiB"):
         returning(str).round_trip("x" * 1000, "s")

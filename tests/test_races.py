@@ -1,0 +1,196 @@
+"""For every pair of verbs on one run, both ways round: one wins, the other is told, and the row is consistent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, select
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable import LostLease, Runs
+from tests.support import Plan, PlanStatus, PlanStep, approved_plan, entries, let_lapse
+from tests.support_races import WON, Party, install_gate, race
+
+# Each line is the verb that has made its write and not yet committed; each column the one that comes next. A cell is
+# what the second is told, and where the run is left:
+#   mine     running under the first fence, held by the lease that the two parties share
+#   theirs   running under the next fence
+#   reaped   ready, and the holder may resume it
+#   let-go   ready, without an owner
+# The first always wins. "yet" is a renewal that skips the locked row: it does not know of the loss yet, and the next
+# one does. Where both win, the second came lawfully after the first: a holder's renewal, then its step; a step that
+# is replayed from the receipt of the same holder's other thread; a reaped run that its holder resumes; an operator's
+# transition, which asks for no fence.
+
+RUNNING_BUT_LAPSED = """
+           | step        | renew       | heal        | reap        | claim       | finish      | release     | transition  | cancel
+step       | won  mine   | won  mine   | lost mine   | lost mine   | lost mine   | won  done   | won  let-go | won  failed | won  mine
+renew      | won  mine   | won  mine   | lost mine   | lost mine   | lost mine   | won  done   | won  let-go | won  failed | won  mine
+heal       | won  mine   | won  reaped | lost reaped | lost reaped | lost reaped | won  done   | won  let-go | lost reaped | won  cancelled
+reap       | won  mine   | won  reaped | lost reaped | lost reaped | lost reaped | won  done   | won  let-go | lost reaped | won  cancelled
+claim      | lost theirs | yet  theirs | lost theirs | lost theirs | lost theirs | lost theirs | lost theirs | won  failed | won  theirs
+finish     | lost done   | yet  done   | lost done   | lost done   | lost done   | lost done   | lost done   | lost done   | lost done
+release    | lost let-go | yet  let-go | lost let-go | lost let-go | lost let-go | lost let-go | lost let-go | lost let-go | won  cancelled
+transition | lost failed | yet  failed | lost failed | lost failed | lost failed | lost failed | lost failed | lost failed | lost failed
+"""
+
+REAPED_TO_READY = """
+        | step           | renew          | claim          | finish         | release        | reject
+step    | won  mine      | won  mine      | lost mine      | won  done      | won  let-go    | lost mine
+renew   | won  mine      | won  mine      | lost mine      | won  done      | won  let-go    | lost mine
+claim   | lost theirs    | yet  theirs    | lost theirs    | lost theirs    | lost theirs    | lost theirs
+finish  | lost done      | yet  done      | lost done      | lost done      | lost done      | lost done
+release | lost let-go    | yet  let-go    | won  theirs    | lost let-go    | lost let-go    | won  cancelled
+reject  | lost cancelled | yet  cancelled | lost cancelled | lost cancelled | lost cancelled | lost cancelled
+"""
+
+NEVER_CLAIMED = """
+          | claim          | claim_due      | reject         | cancel
+claim     | lost mine      | lost mine      | lost mine      | won  mine
+claim_due | lost mine      | lost mine      | lost mine      | won  mine
+reject    | lost cancelled | lost cancelled | lost cancelled | lost cancelled
+cancel    | lost cancelled | lost cancelled | lost cancelled | lost cancelled
+"""
+
+READ_COMMITTED, REPEATABLE_READ, SERIALIZABLE = "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"
+SNAPSHOTS = [REPEATABLE_READ, SERIALIZABLE]
+IMPORTANT = {"step", "claim", "finish", "heal", "transition"}
+
+
+def cells(table: str) -> Iterator[tuple[str, str, str, str]]:
+    header, *lines = [line.split("|") for line in table.strip("\n").splitlines()]
+    for first, *row in lines:
+        for second, cell in zip(header[1:], row, strict=True):
+            told, left = cell.split()
+            yield first.strip(), second.strip(), told, left
+
+
+def every(table: str) -> Any:
+    """Each pair under READ COMMITTED, and the most important ones under the levels that keep a snapshot."""
+    found = [
+        pytest.param(*cell, isolation, id=f"{cell[0]}-{cell[1]}-{isolation.replace(' ', '_').lower()}")
+        for isolation in [READ_COMMITTED, *SNAPSHOTS]
+        for cell in cells(table)
+        if isolation == READ_COMMITTED or IMPORTANT.issuperset(cell[:2])
+    ]
+    return pytest.mark.parametrize(("first", "second", "told", "left", "isolation"), found)
+
+
+@pytest.fixture
+def gated(engine: Engine) -> Engine:
+    install_gate(engine)
+    return engine
+
+
+def parties(engine: Engine, isolation: str) -> tuple[Party, Party]:
+    return Party(engine, "first", isolation), Party(engine, "second", isolation)
+
+
+@every(RUNNING_BUT_LAPSED)
+def test_of_two_verbs_on_a_lapsed_run_one_wins_and_the_other_is_told(
+    gated: Engine, session_factory: sessionmaker[Session], first: str, second: str, told: str, left: str, isolation: str
+) -> None:
+    ahead, behind = parties(gated, isolation)
+    ident = held_by_both(session_factory, ahead, behind)
+    let_lapse(session_factory, ident)
+    meet(gated, ident, (ahead, first), (behind, second), told, left)
+
+
+@every(REAPED_TO_READY)
+def test_of_two_verbs_on_a_reaped_run_one_wins_and_the_other_is_told(
+    gated: Engine, session_factory: sessionmaker[Session], first: str, second: str, told: str, left: str, isolation: str
+) -> None:
+    ahead, behind = parties(gated, isolation)
+    ident = held_by_both(session_factory, ahead, behind)
+    let_lapse(session_factory, ident)
+    assert Runs(session_factory, Plan, PlanStep).heal(ident)
+    meet(gated, ident, (ahead, first), (behind, second), told, left)
+
+
+@every(NEVER_CLAIMED)
+def test_of_two_verbs_on_a_ready_run_one_wins_and_the_other_is_told(
+    gated: Engine, session_factory: sessionmaker[Session], first: str, second: str, told: str, left: str, isolation: str
+) -> None:
+    ahead, behind = parties(gated, isolation)
+    ident = approved_plan(session_factory)
+    meet(gated, ident, (ahead, first), (behind, second), told, left)
+
+
+def test_every_pair_of_verbs_stands_in_the_table() -> None:
+    verbs = {"step", "renew", "heal", "reap", "claim", "finish", "release", "transition"}
+    pairs = {(first, second) for first, second, _, _ in cells(RUNNING_BUT_LAPSED)}
+    assert pairs >= {(first, second) for first in verbs for second in verbs}
+
+
+def held_by_both(factory: sessionmaker[Session], *parties: Party) -> UUID:
+    """A running plan whose one lease several processes have a copy of."""
+    ident = approved_plan(factory)
+    run = Runs(factory, Plan, PlanStep, owner="holder").claim(ident)
+    assert run is not None
+    for party in parties:
+        party.handle = party.plans.hold(run.lease)
+    return ident
+
+
+def meet(
+    engine: Engine, ident: UUID, ahead: tuple[Party, str], behind: tuple[Party, str], expected: str, left: str
+) -> None:
+    (first, one), (second, other) = ahead, behind
+    told = race(engine, lambda: first.act(one, ident), lambda: second.act(other, ident))
+    assert told.first == WON
+    assert told.second == (WON if expected == "yet" else expected)
+    if expected == "yet":
+        assert not told.waited
+    assert_left(engine, ident, left)
+    assert_effects_match_receipts(engine, ident)
+    if second.handle is not None and left in {"theirs", "done", "let-go", "failed", "cancelled"}:
+        assert_spent(engine, ident, first if one not in {"finish", "release"} else second)
+    for party in (first, second):
+        party.engine.dispose()
+
+
+def assert_left(engine: Engine, ident: UUID, left: str) -> None:
+    with Session(engine) as session:
+        plan = session.get_one(Plan, ident)
+        claimed_anew = left == "theirs"
+        assert plan.status is {
+            "mine": PlanStatus.EXECUTING,
+            "theirs": PlanStatus.EXECUTING,
+            "reaped": PlanStatus.APPROVED,
+            "let-go": PlanStatus.APPROVED,
+            "done": PlanStatus.EXECUTED,
+            "failed": PlanStatus.FAILED,
+            "cancelled": PlanStatus.CANCELLED,
+        }[left]
+        running = plan.status is PlanStatus.EXECUTING
+        assert (plan.lease_expires_at is not None) == running
+        assert (plan.lease_owner is not None) == (running or left == "reaped")
+        assert (plan.finished_at is not None) == (plan.status in {PlanStatus.EXECUTED, PlanStatus.FAILED, "cancelled"})
+        if plan.fence:
+            assert plan.fence == plan.attempts == (2 if claimed_anew or plan.lease_owner == "another" else plan.fence)
+        if left == "mine":
+            assert plan.fence == 1
+
+
+def assert_effects_match_receipts(engine: Engine, ident: UUID) -> None:
+    with Session(engine) as session:
+        receipts = session.scalars(select(PlanStep).where(PlanStep.plan_id == ident)).all()
+        assert [receipt.result for receipt in receipts] == entries(engine)
+
+
+def assert_spent(engine: Engine, ident: UUID, party: Party) -> None:
+    """The lease that the two shared can write nothing any more."""
+    before = snapshot(engine, ident)
+    handle = party.held
+    for write in (handle.renew, lambda: handle.step("late", lambda session: None), handle.finish, handle.release):
+        with pytest.raises(LostLease):
+            write()
+    assert snapshot(engine, ident) == before
+
+
+def snapshot(engine: Engine, ident: UUID) -> Any:
+    with engine.connect() as connection:
+        return connection.execute(select(Plan.__table__).where(Plan.id == ident)).one()
