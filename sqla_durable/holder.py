@@ -79,10 +79,10 @@ class Holder(Generic[RunT]):
             with self._within(name):
                 value = call()
             text, result = codec.round_trip(value, name)
-            receipt, cancel_requested = self.steps.record(self.lease, name, Effect.EXTERNAL, result=text)
-            if receipt.result != json.loads(text):
-                result = replayed(receipt, Effect.EXTERNAL, codec)
-            return Recorded(receipt, result, cancel_requested)
+            recorded = self.steps.record(self.lease, name, Effect.EXTERNAL, result=text)
+            if recorded.before:
+                result = replayed(recorded.receipt, Effect.EXTERNAL, codec)
+            return Recorded(recorded.receipt, result, recorded.cancel_requested)
 
         return self._step(key, Effect.EXTERNAL, codec, live)
 
@@ -113,7 +113,7 @@ class Holder(Generic[RunT]):
 
     def _record_failure(self, name: str, effect: Effect, error: Exception) -> None:
         try:
-            receipt, _ = self.steps.record(self.lease, name, effect, failure=Failure.of(error))
+            receipt = self.steps.record(self.lease, name, effect, failure=Failure.of(error)).receipt
         except DurableError as ours:
             self.note(ours)
             raise ours from error
@@ -161,7 +161,7 @@ class Holder(Generic[RunT]):
         """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""
         if self.lost is not None:
             return False
-        row = self.store.beat.execute(connection, self.store.parameters(self.lease)).one_or_none()
+        row = self.store.beat.first(connection, self.store.parameters(self.lease))
         if self.ended:
             return False
         if row is None or not (row.held or row.renewed):

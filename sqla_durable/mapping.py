@@ -6,11 +6,25 @@ constraints to the finished table; there they follow the metadata's naming conve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from sqlalchemy import CheckConstraint, Column, ColumnElement, ForeignKeyConstraint, Table, event, inspect
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    ColumnElement,
+    Constraint,
+    ForeignKeyConstraint,
+    Index,
+    Table,
+    event,
+    inspect,
+)
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Mapper
+from sqlalchemy.schema import SchemaItem, conv
+
+_PREFIXES: Mapping[type[Any], str] = {CheckConstraint: "ck", ForeignKeyConstraint: "fk", Index: "ix"}
 
 
 def when_mapped(cls: type[Any], configure: Callable[[Mapper[Any]], None]) -> None:
@@ -29,9 +43,9 @@ def when_mapped(cls: type[Any], configure: Callable[[Mapper[Any]], None]) -> Non
 
 
 def add_check(table: Table, name: str, condition: ColumnElement[bool]) -> None:
-    """Add a ``CHECK``, named by the metadata's convention if it has one for checks."""
-    conventional = "ck" in table.metadata.naming_convention or CheckConstraint in table.metadata.naming_convention
-    table.append_constraint(CheckConstraint(condition, name=name if conventional else f"ck_{table.name}_{name}"))
+    """Add a ``CHECK``, named by the metadata's convention if that goes by the names of constraints."""
+    name_ = _name(table, CheckConstraint, name, always=True)
+    table.append_constraint(CheckConstraint(condition, name=name_))
 
 
 def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Column[Any]], **options: Any) -> None:
@@ -40,12 +54,54 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     The columns referred to are given as objects: a name would be resolved in the wrong schema where the metadata, the
     table or a schema translation names another.
     """
-    convention = table.metadata.naming_convention
-    conventional = "fk" in convention or ForeignKeyConstraint in convention
-    name = None if conventional else "_".join(["fk", table.name, *(column.name for column in columns)])
-    table.append_constraint(ForeignKeyConstraint([column.name for column in columns], referred, name=name, **options))
+    names = [column.name for column in columns]
+    name = _name(table, ForeignKeyConstraint, *names)
+    table.append_constraint(ForeignKeyConstraint(names, referred, name=name, **options))
+
+
+def add_index(column: Column[Any], where: ColumnElement[bool]) -> None:
+    """Add a partial index, named by the metadata's convention if it has one for indexes."""
+    Index(_name(column.table, Index, column.name), column, postgresql_where=where)
+
+
+def set_fillfactor(table: Table, percent: int) -> None:
+    """Leave room in the table's pages for updated rows, unless the user or the kind of table says otherwise."""
+    options = table.dialect_options["postgresql"]
+    if options.get("partition_by") is not None:
+        return
+    if "with" in options:
+        table.dialect_kwargs["postgresql_with"] = {"fillfactor": percent, **(options["with"] or {})}
+    elif options.get("using") is None:
+        # SQLAlchemy 2.0 has no storage parameters, but what it writes after USING it writes as it is. A statement
+        # sent after CREATE TABLE would not come out of Alembic's autogenerate.
+        table.dialect_kwargs["postgresql_using"] = f"heap WITH (fillfactor = {percent})"
+
+
+def stored_name(constraint: Constraint) -> str:
+    """Return the name of a constraint as PostgreSQL reports it, which is shorter than a very long one."""
+    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(constraint)
+    return str(name).removeprefix('"').removesuffix('"').replace('""', '"')
 
 
 def root_table(mapper: Mapper[Any]) -> Table:
     """Return the table that a mapper's inheritance hierarchy is rooted in."""
     return cast("Table", mapper.base_mapper.local_table)
+
+
+def _name(table: Table, kind: type[SchemaItem], *words: str, always: bool = False) -> str | None:
+    """Return the name to give to a constraint or index, so that it ends up deterministic and with one prefix.
+
+    A convention that goes by ``%(constraint_name)s`` needs a bare name, and any other one takes none. A name that no
+    convention makes is marked as final, which also has SQLAlchemy shorten it to what PostgreSQL allows.
+
+    :param always: whether even a convention that makes a name without one is given one; two checks of one table may
+     well begin with the same column.
+    """
+    keys = [key for cls in kind.__mro__ for key in (_PREFIXES.get(cls), cls)]
+    conventions = cast("Mapping[Any, str]", table.metadata.naming_convention)
+    convention = next((conventions[key] for key in keys if key in conventions), None)
+    if convention is not None and "constraint_name" in convention:
+        return "_".join(words)
+    if convention is not None and not always:
+        return None
+    return conv("_".join([_PREFIXES[kind], table.name, *words]))

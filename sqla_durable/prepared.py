@@ -1,36 +1,86 @@
-"""A statement that is compiled once and then executed at the cheapest level that still has SQLAlchemy's events.
+"""A statement that is compiled once and then executed at the cheapest level there is.
 
-A Core execution computes the cache key of its statement each time, which for the step's statements costs more client
-time than the rest of the call; :meth:`~sqlalchemy.engine.Connection.exec_driver_sql` does not.
+For the step's statements a Core execution spends more client time on the cache key than the server does on the work.
+They go to the driver's cursor directly, unless somebody listens to the engine or logs its statements: then through
+:meth:`~sqlalchemy.engine.Connection.exec_driver_sql`, which tells them.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import namedtuple
 from typing import Any, cast
 
-from sqlalchemy import Connection, CursorResult, Engine, Executable
+from sqlalchemy import Connection, Engine, Executable
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ClauseElement
+
+from sqla_durable.rows import AnyRow
+
+_LISTENED_TO = "before_execute", "after_execute", "before_cursor_execute", "after_cursor_execute"
 
 
 class Prepared:
-    """An executable, compiled for one engine with its schema translation.
+    """An executable that returns at most one row, compiled for one engine with its schema translation.
 
     :param statement: the statement; its bound parameters must need no conversion by their types.
     :param engine: whose dialect and ``schema_translate_map`` apply.
+    :param columns: the names of what it returns.
     """
 
-    __slots__ = ("_fixed", "_sql")
+    __slots__ = ("_dialect", "_fixed", "_row", "_sql")
 
-    def __init__(self, statement: Executable, engine: Engine) -> None:
+    def __init__(self, statement: Executable, engine: Engine, *columns: str) -> None:
         translate = engine.get_execution_options().get("schema_translate_map")
         compiled: Any = cast(ClauseElement, statement).compile(
-            dialect=engine.dialect,
-            schema_translate_map=translate,
-            render_schema_translate=bool(translate),
+            dialect=engine.dialect, schema_translate_map=translate, render_schema_translate=bool(translate)
         )
+        self._dialect: Any = engine.dialect
         self._sql = str(compiled)
         self._fixed = {name: bind.value for name, bind in compiled.binds.items() if not bind.required}
+        self._row = cast(Any, _row_class(columns))
 
-    def execute(self, connection: Connection, parameters: dict[str, Any]) -> CursorResult[Any]:
-        """Execute with ``parameters`` beside the values the statement already holds."""
-        return connection.exec_driver_sql(self._sql, {**self._fixed, **parameters})
+    def first(self, connection: Connection, parameters: dict[str, Any]) -> AnyRow | None:
+        """Execute with ``parameters`` beside the values the statement already holds; return the row, if any."""
+        values = {**self._fixed, **parameters}
+        row: Any
+        if _observed(connection):
+            row = connection.exec_driver_sql(self._sql, values).one_or_none()
+        else:
+            row = self._execute(connection, values)
+        return None if row is None else self._row(*row)
+
+    def _execute(self, connection: Connection, values: dict[str, Any]) -> tuple[Any, ...] | None:
+        cursor = connection.connection.cursor()
+        try:
+            cursor.execute(self._sql, values)
+            return cast("tuple[Any, ...] | None", cursor.fetchone())
+        except self._dialect.loaded_dbapi.Error as error:
+            raise self._wrapped(connection, error, values, cursor) from error
+        finally:
+            cursor.close()
+
+    def _wrapped(self, connection: Connection, error: Any, values: dict[str, Any], cursor: Any) -> Any:
+        """Return what SQLAlchemy raises for a driver's error, having dropped a connection that is lost."""
+        lost = self._dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor)
+        if lost and not connection.invalidated:
+            connection.invalidate(error)
+        instance: Any = DBAPIError.instance
+        return instance(
+            self._sql,
+            values,
+            error,
+            self._dialect.loaded_dbapi.Error,
+            connection_invalidated=lost,
+            dialect=self._dialect,
+        )
+
+
+def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:
+    return namedtuple("Row", columns)  # noqa: PYI024 - the names are known at run time only
+
+
+def _observed(connection: Connection) -> bool:
+    dispatch: Any = connection.dispatch
+    logger: logging.Logger = cast(Any, connection.engine).logger
+    return any(getattr(dispatch, name) for name in _LISTENED_TO) or logger.isEnabledFor(logging.INFO)

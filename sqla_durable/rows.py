@@ -6,7 +6,7 @@ loader criteria, eager joins, ``onupdate`` and ``version_id_col``, each of which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from sqlalchemy import (
@@ -48,6 +48,10 @@ def bound(name: str, type_: TypeEngine[Any]) -> BindParameter[Any]:
 def arguments(**values: Any) -> dict[str, Any]:
     """Return values for the parameters that :func:`bound` made."""
     return {f"durable_{name}": value for name, value in values.items()}
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 class Rows(Generic[EntityT]):
@@ -108,13 +112,15 @@ class Rows(Generic[EntityT]):
         """Return what :meth:`matches` is executed with."""
         return arguments(**dict(zip(self.key_names, identity, strict=True)))
 
-    def driver_parameters(self, identity: Ident, dialect: Dialect) -> dict[str, Any]:
-        """Return what a statement that :class:`.Prepared` compiled from :meth:`matches` is executed with."""
-        processed: dict[str, Any] = {}
-        for name, column, value in zip(self.key_names, self.key, identity, strict=True):
-            process = column.type.dialect_impl(dialect).bind_processor(dialect)
-            processed[name] = value if process is None else process(value)
-        return arguments(**processed)
+    def driver_parameters(self, dialect: Dialect) -> Callable[[Ident], dict[str, Any]]:
+        """Return the function that gives what :class:`.Prepared` executes a statement made of :meth:`matches` with."""
+        names = [f"durable_{name}" for name in self.key_names]
+        processors = [column.type.dialect_impl(dialect).bind_processor(dialect) or _unchanged for column in self.key]
+
+        def parameters(identity: Ident) -> dict[str, Any]:
+            return {name: process(value) for name, process, value in zip(names, processors, identity, strict=True)}
+
+        return parameters
 
     def binds(self) -> list[ColumnElement[Any]]:
         """Return a bound parameter for each key column."""

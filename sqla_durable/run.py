@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sqlalchemy import Column, ColumnElement, DateTime, Index, and_, case, literal_column, text
+from sqlalchemy import Column, ColumnElement, DateTime, and_, case, literal_column, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
@@ -15,7 +15,7 @@ from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.mapping import add_check, when_mapped
+from sqla_durable.mapping import add_check, add_index, set_fillfactor, when_mapped
 from sqla_durable.rows import Rows
 from sqla_durable.status import TransitionHook
 
@@ -119,21 +119,15 @@ def _configure(mapper: Mapper[Any]) -> None:
     rows: RunRows[Any] = RunRows(cls)
     rows.lifecycle.machine.serves(cls)
     _add_constraints(rows)
-    _add_storage(rows)
+    set_fillfactor(rows.table, _FILLFACTOR)
 
 
 def _add_constraints(rows: RunRows[Any]) -> None:
     lifecycle = rows.lifecycle
     # No lease column in any index: an update of an indexed column is never HOT, and every heartbeat would write both
     # indexes again.
-    Index(None, rows.available_at, postgresql_where=rows.status == lifecycle.ready)
-    Index(None, rows.started_at, postgresql_where=rows.status == lifecycle.running)
+    add_index(rows.available_at, rows.status == lifecycle.ready)
+    add_index(rows.started_at, rows.status == lifecycle.running)
     leased = and_(rows.lease_expires_at.is_not(None), rows.lease_owner.is_not(None), rows.fence > 0)
     condition = case((rows.status == lifecycle.running, leased), else_=rows.lease_expires_at.is_(None))
     add_check(rows.table, "lease", condition)
-
-
-def _add_storage(rows: RunRows[Any]) -> None:
-    options = rows.table.dialect_options["postgresql"]
-    if options.get("partition_by") is None:
-        rows.table.dialect_kwargs["postgresql_with"] = {"fillfactor": _FILLFACTOR, **(options.get("with") or {})}

@@ -92,7 +92,7 @@ class Run(Handle[RunT]):
         _refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.transactional(key, codec, lambda session: fn(session, *args, **kwargs))
+            return self.holder.transactional(key, codec, lambda session: _plain(fn(session, *args, **kwargs), fn))
 
     def external(self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
@@ -108,7 +108,7 @@ class Run(Handle[RunT]):
         _refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.external(key, codec, lambda: fn(*args, **kwargs))
+            return self.holder.external(key, codec, lambda: _plain(fn(*args, **kwargs), fn))
 
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
@@ -221,7 +221,7 @@ class Runs(Generic[RunT]):
         known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            handler(Run(holder) if known is None else known)
+            _plain(handler(Run(holder) if known is None else known), handler)
 
         return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
 
@@ -314,3 +314,11 @@ class _Sessions:
 def _refuse_coroutine(fn: Callable[..., Any]) -> None:
     if inspect.iscoroutinefunction(fn):
         raise UsageError(f"{fn!r} is a coroutine function; use AsyncRuns from sqla_durable.asyncio.")
+
+
+def _plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
+    """Refuse a coroutine that nobody would await: the run would land as done with nothing carried out."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise UsageError(f"{fn!r} returned a coroutine; use AsyncRuns from sqla_durable.asyncio.")
+    return result

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, SessionTransaction
 
 from sqla_durable.exc import ConfigurationError, TransactionEnded
 
@@ -28,7 +28,11 @@ class StepSession(Session):
     committed = False
     _step_engine: Engine | None = None
 
-    def begin_step(self, connection: Connection) -> None:
+    def begin_step(self) -> SessionTransaction:
+        """Begin the step's transaction."""
+        return super().begin()
+
+    def bind_step(self, connection: Connection) -> None:
         """Bind every later statement of this session to the engine of ``connection``."""
         self._step_engine = connection.engine
 
@@ -58,6 +62,10 @@ class StepSession(Session):
                 "in an external step."
             )
         return bind
+
+    def begin(self, nested: bool = False) -> SessionTransaction:  # noqa: FBT001, FBT002 - the signature of Session
+        """Begin a savepoint; refuse anything else, as the step has begun already."""
+        return super().begin(nested=True) if nested else self._refuse("begin()")
 
     def commit(self) -> NoReturn:
         """Refuse: the step commits, together with its receipt."""

@@ -5,10 +5,11 @@ The codes are those of `PostgreSQL Error Codes <https://www.postgresql.org/docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
+from psycopg import Error
 from sqlalchemy.exc import DBAPIError
 
 from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, TransactionConflict
@@ -20,6 +21,7 @@ SERIALIZATION_FAILURE = "40001"
 DEADLOCK = "40P01"
 FAILED_TRANSACTION = "25P02"
 FOREIGN_KEY_VIOLATION = "23503"
+NO_SUCH_SAVEPOINT = "3B001"
 
 _CONFLICTS = {SERIALIZATION_FAILURE, DEADLOCK}
 _TIMEOUTS = {
@@ -31,25 +33,39 @@ _TIMEOUTS = {
 _UNAVAILABLE = {"25006", "53300", "57P01", "57P02", "57P03", "57P05"}
 
 
-def sqlstate_of(error: DBAPIError) -> str | None:
-    """Return the five-character code the server sent, or None where it sent none."""
-    return getattr(error.orig, "sqlstate", None)
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return the five-character code the server sent with an error of SQLAlchemy's or the driver's, if any."""
+    code = getattr(getattr(error, "orig", error), "sqlstate", None)
+    return code if isinstance(code, str) else None
 
 
-def translate(error: DBAPIError) -> RetryableError | None:
-    """Return the error of ours that ``error`` stands for, or None where it is the statement's own fault."""
+def database_errors(error: BaseException) -> Iterator[BaseException]:
+    """Return the errors of the database that led to ``error``, the nearest first."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, DBAPIError | Error):
+            yield link
+        link = link.__cause__ or link.__context__
+
+
+def translate(error: BaseException) -> RetryableError | None:
+    """Return the error of ours that a database error stands for, or None where it is the statement's own fault."""
     code = sqlstate_of(error)
+    shown = getattr(error, "orig", error)
     if code in _CONFLICTS:
         return TransactionConflict(
-            f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {error.orig}"
+            f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
         )
     if code in _TIMEOUTS:
         return StepTimeout(
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "
             "committed. Keep a step's body short, or move long work into an external step."
         )
-    if error.connection_invalidated or code in _UNAVAILABLE or (code or "").startswith("08"):
-        return DatabaseUnavailable(f"the database is not available for writing at present: {error.orig}")
+    lost = getattr(error, "connection_invalidated", False)
+    if lost or code in _UNAVAILABLE or (code or "").startswith("08"):
+        return DatabaseUnavailable(f"the database is not available for writing at present: {shown}")
     return None
 
 

@@ -8,15 +8,17 @@ from enum import StrEnum
 from typing import Any, cast
 from weakref import WeakSet
 
-from sqlalchemy import Column, ColumnElement, Enum, inspect, select
+from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
 from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session
 
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.machine import Machine, StatusT
+from sqla_durable.mapping import add_check
 from sqla_durable.rows import AnyRow, Rows
 from sqla_durable.sqlstate import translated
 
 _INFO = "sqla_durable.machine"
+_CHECKED = "sqla_durable.checked"
 
 
 class TransitionHook:
@@ -73,16 +75,18 @@ class StatusMachine(Machine[StatusT]):
 
         type_ = Enum(
             self.statuses,
-            name=f"{self.statuses.__name__.lower()}_values",
             native_enum=False,
             length=max(64, *(len(status.value) for status in self.statuses)),
-            create_constraint=True,
             values_callable=values,
         )
         info = {**kwargs.pop("info", {}), _INFO: self}
         kwargs.setdefault("default", self.initial)
         arguments: Any = (type_,) if name is None else (name, type_)
-        return mapped_column(*arguments, nullable=False, server_default=self.initial.value, info=info, **kwargs)
+        mapped: MappedColumn[StatusT] = mapped_column(
+            *arguments, nullable=False, server_default=self.initial.value, info=info, **kwargs
+        )
+        event.listen(mapped.column, "after_parent_attach", self._add_check, propagate=True)
+        return mapped
 
     def transition(
         self,
@@ -150,6 +154,17 @@ class StatusMachine(Machine[StatusT]):
                 f"status: Mapped[{self.statuses.__name__}] = machine.column()."
             )
         return cast(Column[StatusT], found[0])
+
+    def _add_check(self, column: Column[Any], table: Table) -> None:
+        """Add the check on the column's values to the table that the column becomes a part of.
+
+        The check that :class:`~sqlalchemy.Enum` itself can create is part of the type. Alembic then has two ways to
+        it, and takes both where the column is added to an existing table and checks are compared by name.
+        """
+        # A column copied from one that has its check already comes with a copy of the check.
+        if not column.info.get(_CHECKED):
+            column.info[_CHECKED] = True
+            add_check(table, f"{column.name}_values", column.in_(list(self.statuses)))
 
     def _sources(self, to: StatusT, from_: StatusT | Collection[StatusT] | None) -> list[StatusT]:
         self.check_status(to)

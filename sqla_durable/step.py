@@ -9,13 +9,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Connection, Interval, Text, case, func, literal, select
+from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
-from sqlalchemy.exc import DBAPIError
 
 from sqla_durable import clock
 from sqla_durable.codec import Codec
-from sqla_durable.exc import DurableError, ReceiptMismatch, StepFailed, TransactionEnded
+from sqla_durable.exc import ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
 from sqla_durable.lease import Lease
@@ -35,16 +34,15 @@ from sqla_durable.rows import AnyRow, AnySelect, arguments
 from sqla_durable.run import RunRows
 from sqla_durable.session import StepSession, ended
 from sqla_durable.sqlstate import (
-    FAILED_TRANSACTION,
-    FOREIGN_KEY_VIOLATION,
     retry_conflicts,
-    sqlstate_of,
     translate,
     translated,
 )
 from sqla_durable.store import Store
+from sqla_durable.verdict import StepTransaction
 
 ValueT = TypeVar("ValueT")
+_OPENED = "cancel_requested", "renew_at", "opened", "idle_limit"
 
 
 def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
@@ -81,7 +79,7 @@ def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 def _idle_limit(runs: RunRows[Any]) -> list[Any]:
     limit = runs.lifecycle.idle_limit
     if limit is None:
-        return []
+        return [null()]
     # Never longer than what the server or role already sets; 0 means no limit there.
     name = literal("idle_in_transaction_session_timeout", Text)
     current = func.current_setting(name, type_=Text)
@@ -98,6 +96,15 @@ class Recorded(Generic[ValueT]):
     receipt: Receipt
     value: ValueT
     cancel_requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The receipt of a step that had already happened, whether it was there before, and whether a cancel is asked."""
+
+    receipt: Receipt
+    before: bool
+    cancel_requested: bool
 
 
 class Steps:
@@ -117,19 +124,23 @@ class Steps:
 
     def _attempt(self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]) -> Recorded[ValueT]:
         session = self.store.sessions.step()
+        transaction: StepTransaction | None = None
+        returned = False
         try:
-            connection = self._begin(session)
+            connection, transaction = self._begin(session)
             opened = self._open(connection, lease, key)
             if not opened.opened:
                 return self._known(connection, lease, key, codec)
             value = body(session.facade)
-            self._refuse_ended(session)
+            returned = True
+            transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
             receipt = self._seal(connection, lease, key, text, opened.renew_at)
             session.commit_step()
-        except DBAPIError as error:
-            if (ours := self._translate(error)) is None:
+        except Exception as error:
+            ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
+            if ours is None:
                 raise
             raise ours from error
         finally:
@@ -138,19 +149,19 @@ class Steps:
 
     def record(
         self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
-    ) -> tuple[Receipt, bool]:
+    ) -> Written:
         """Record a step that has already happened, in one statement.
 
-        :return: the receipt, which is another holder's of the same lease if that recorded the step first, and whether
-         the run was asked to be cancelled.
+        :return: the receipt, which is another holder's of the same lease if that recorded the step first.
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
         row = self.store.write(lease, lambda connection: self._record(connection, values))
         if row.recorded_at is None:
             with translated(), self.store.autocommit_engine.connect() as connection:
-                return self._read(connection, lease, key), row.cancel_requested
-        return self._receipt(lease, key, effect, row.recorded_at, result, failure), row.cancel_requested
+                return Written(self._read(connection, lease, key), before=True, cancel_requested=row.cancel_requested)
+        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
+        return Written(receipt, before=False, cancel_requested=row.cancel_requested)
 
     def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
         """Record a step in the transaction of ``connection``; None where it has a receipt already."""
@@ -162,51 +173,34 @@ class Steps:
 
     # the parts of the sentence
 
-    def _begin(self, session: StepSession) -> Connection:
-        session.begin()
+    def _begin(self, session: StepSession) -> tuple[Connection, StepTransaction]:
+        transaction = session.begin_step()
         connection = self.store.connection(session)
-        session.begin_step(connection)
-        return connection
+        session.bind_step(connection)
+        return connection, StepTransaction(session, transaction, connection, self.guard)
 
     def _open(self, connection: Connection, lease: Lease, key: str) -> AnyRow:
         parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
-        row = self.store.held(
-            connection, lease, lambda connection: self.open.execute(connection, parameters).one_or_none()
-        )
+        row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
         if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
             raise self.store.cancelled(lease)
         return row
 
     def _seal(self, connection: Connection, lease: Lease, key: str, text: str, renew_at: Any) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
-        row = self.seal.execute(connection, parameters).one_or_none()
+        row = self.seal.first(connection, parameters)
         if row is None:
             raise ended("a statement of its own")
         if row.renewal_due:
-            self.store.renew.execute(connection, self.store.parameters(lease))
+            self.store.renew.first(connection, self.store.parameters(lease))
         return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None)
 
     def _known(self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT]) -> Recorded[ValueT]:
         receipt = self._read(connection, lease, key)
         return Recorded(receipt, replayed(receipt, Effect.TRANSACTIONAL, codec))
 
-    def _refuse_ended(self, session: StepSession) -> None:
-        if session.ended is not None:
-            raise ended(session.ended)
-        if not session.is_active:
-            raise _swallowed()
-
-    def _translate(self, error: DBAPIError) -> DurableError | None:
-        code = sqlstate_of(error)
-        if code == FAILED_TRANSACTION:
-            return _swallowed()
-        guard = getattr(getattr(error.orig, "diag", None), "constraint_name", None)
-        if code == FOREIGN_KEY_VIOLATION and guard == self.store.receipts.guard:
-            return ended("a COMMIT of its own, which PostgreSQL refused")
-        return translate(error)
-
     def _record(self, connection: Connection, values: dict[str, Any]) -> AnyRow | None:
-        return self.recording.execute(connection, values).one_or_none()
+        return self.recording.first(connection, values)
 
     def _read(self, connection: Connection, lease: Lease, key: str) -> Receipt:
         key_of_run = self.store.runs.parameters(lease.identity)
@@ -229,19 +223,24 @@ class Steps:
         return Receipt(key, outcome, value, failure, effect, lease.fence, at)
 
     @cached_property
+    def guard(self) -> str:
+        """See :attr:`.ReceiptRows.guard`."""
+        return self.store.receipts.guard
+
+    @cached_property
     def open(self) -> Prepared:
         """See :func:`opens`."""
-        return Prepared(opens(self.store.runs, self.store.receipts), self.store.engine)
+        return self.store.prepare(opens(self.store.runs, self.store.receipts), *_OPENED)
 
     @cached_property
     def seal(self) -> Prepared:
         """See :func:`.sealing`."""
-        return Prepared(sealing(self.store.receipts), self.store.engine)
+        return self.store.prepare(sealing(self.store.receipts), "recorded_at", "renewal_due")
 
     @cached_property
     def recording(self) -> Prepared:
         """See :func:`records`."""
-        return Prepared(records(self.store.runs, self.store.receipts), self.store.engine)
+        return self.store.prepare(records(self.store.runs, self.store.receipts), "cancel_requested", "recorded_at")
 
     @cached_property
     def reading(self) -> AnySelect:
@@ -263,10 +262,3 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
     if receipt.failure is not None:
         raise StepFailed(receipt.step, receipt.failure)
     return codec.decode(receipt.result, receipt.step)
-
-
-def _swallowed() -> TransactionEnded:
-    return TransactionEnded(
-        "the body swallowed a database error, after which PostgreSQL commits nothing of the transaction. Wrap what may "
-        "fail in session.begin_nested(), or let the error pass."
-    )

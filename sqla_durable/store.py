@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection, Engine, Executable
 from sqlalchemy.orm import Session
 
 from sqla_durable import fence
@@ -22,6 +22,7 @@ from sqla_durable.sqlstate import retry_conflicts, translated
 
 ValueT = TypeVar("ValueT")
 OLDEST_SERVER = (15,)
+RESUMPTIONS = 3
 
 
 class Sessions(Protocol):
@@ -135,8 +136,12 @@ class Store(Generic[RunT]):
 
     def parameters(self, lease: Lease, **more: Any) -> dict[str, Any]:
         """Return what a prepared statement of :mod:`.fence` is executed with."""
-        key = self.runs.driver_parameters(lease.identity, self.engine.dialect)
+        key = self._key_parameters(lease.identity)
         return {**key, **arguments(fence=lease.fence, owner=lease.owner, **more)}
+
+    @cached_property
+    def _key_parameters(self) -> Callable[[Ident], dict[str, Any]]:
+        return self.runs.driver_parameters(self.engine.dialect)
 
     def write(self, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in its own transaction.
@@ -156,12 +161,15 @@ class Store(Generic[RunT]):
 
     def held(self, connection: Connection, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in this transaction, taking the run back first where it was reaped but not claimed."""
-        row = write(connection)
-        if row is None and self.resume.execute(connection, self.parameters(lease)).one_or_none() is not None:
-            row = write(connection)
-        if row is None:
-            raise self.lost(connection, lease)
-        return row
+        for _ in range(RESUMPTIONS):
+            if (row := write(connection)) is not None:
+                return row
+            # Whatever this returns, the write is made again: another of this holder's writes may have resumed the run
+            # while this one waited for it, and a reaper may come in between.
+            self.resume.first(connection, self.parameters(lease))
+        if (row := write(connection)) is not None:
+            return row
+        raise self.lost(connection, lease)
 
     def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled:
         """Return the error for a write that matched no row, saying who holds the run now."""
@@ -183,20 +191,24 @@ class Store(Generic[RunT]):
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
         return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
 
+    def prepare(self, statement: Executable, *columns: str) -> Prepared:
+        """Compile a statement for this store's engine."""
+        return Prepared(statement, self.engine, *columns)
+
     @cached_property
     def resume(self) -> Prepared:
         """See :func:`.fence.resume`."""
-        return Prepared(fence.resume(self.runs), self.engine)
+        return self.prepare(fence.resume(self.runs), "fence")
 
     @cached_property
     def renew(self) -> Prepared:
         """See :func:`.fence.renew`."""
-        return Prepared(fence.renew(self.runs), self.engine)
+        return self.prepare(fence.renew(self.runs), "fence")
 
     @cached_property
     def beat(self) -> Prepared:
         """See :func:`.fence.beat`."""
-        return Prepared(fence.beat(self.runs), self.engine)
+        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed")
 
     @cached_property
     def look(self) -> AnySelect:

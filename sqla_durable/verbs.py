@@ -81,9 +81,7 @@ class Verbs(Generic[RunT]):
 
         def work(session: Session, connection: Connection) -> Holder[RunT]:
             parameters = self.store.parameters(lease)
-            self.store.held(
-                connection, lease, lambda connection: self.store.renew.execute(connection, parameters).one_or_none()
-            )
+            self.store.held(connection, lease, lambda connection: self.store.renew.first(connection, parameters))
             return self._holders(session, connection, [lease])[0]
 
         return self.store.execute(work)

@@ -1,4 +1,4 @@
-"""A plan of six steps, and every point of carrying it out: before and after each statement, commit and rollback."""
+"""A plan of six steps, and every point of carrying it out: before and after each BEGIN, statement and COMMIT."""
 
 from __future__ import annotations
 
@@ -67,11 +67,10 @@ class Points:
         # The dialect, and not the engine's events, which come before the COMMIT only.
         dialect.do_begin = around("begin", dialect.do_begin)
         dialect.do_commit = around("commit", dialect.do_commit)
-        dialect.do_rollback = around("rollback", dialect.do_rollback)
         try:
             yield
         finally:
-            del dialect.do_begin, dialect.do_commit, dialect.do_rollback
+            del dialect.do_begin, dialect.do_commit
             event.remove(engine, "before_cursor_execute", before)
             event.remove(engine, "after_cursor_execute", after)
 

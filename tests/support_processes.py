@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,10 +38,8 @@ class Program:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdout.close()
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
 
     def send(self, value: object) -> None:
         """Write one line to the program."""

@@ -62,6 +62,7 @@ class Party:
         self.factory = sessionmaker(self.engine)
         self.plans: Runs[Plan] = Runs(self.factory, Plan, PlanStep, owner=name)
         self.handle: Run[Plan] | None = None
+        self.isolation = isolation
         self.conflicts = 0
 
     @property

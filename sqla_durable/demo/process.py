@@ -16,6 +16,7 @@ from sqlalchemy import URL
 from sqla_durable.demo.exc import DemoError
 
 _LAST_WORDS = 2000
+_SIGKILL = 9
 
 
 class Process:
@@ -56,20 +57,25 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended by itself.
+        """Whether the process has ended: by itself, or killed by whomever.
 
         :raises DemoError: where it did not end well.
         """
         code = self._popen.poll()
-        if code:
+        if code is not None and code not in {0, -_SIGKILL}:
             words = self._errors.read_text(errors="replace")[-_LAST_WORDS:]
             raise DemoError(f"process {self.pid} ended by itself with code {code}:\n{words}")
-        return code == 0
+        return code is not None
 
     def freeze(self) -> None:
         """Stop the process where it is, so that this place can be looked at before the kill."""
         if sys.platform != "win32":
             self._popen.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let the process go on."""
+        if sys.platform != "win32":
+            self._popen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL, which it cannot notice."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from uuid import UUID
 
 from sqlalchemy import Engine, select, text
 
 from sqla_durable.demo.models import Plan, PlanStatus, PlanStep, plan_statuses
+
+_BETWEEN_LOOKS = 0.001
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Watch:
     def look(self) -> Sight:
         """Look at the plan."""
         with self._engine.connect() as connection:
-            # The plan first: a step that is not seen yet shows in the next look, a status too early would be an end.
+            # The plan first: nothing is recorded after the landing, so a landed plan is seen with all its steps.
             status, fence, attempts, error = connection.execute(self._plan).one()
             steps = tuple(
                 Committed(int(step), outcome, effect, at, result, _message(failure))
@@ -73,14 +76,30 @@ class Watch:
             )
         return Sight(status, fence, attempts, steps, _message(error))
 
+    def connected(self, name: str) -> bool:
+        """Whether a process has a connection.
+
+        :param name: the name that its connections carry.
+        """
+        return bool(self._backends(name))
+
     def transaction_of(self, name: str) -> str | None:
-        """Return the statement last sent in the open transaction of a process; None where none is open."""
+        """Return the last statement of a frozen process's open transaction; None where none is open.
+
+        :param name: the name that its connections carry.
+        """
+        while any(state == "active" for state, _ in self._backends(name)):
+            # A statement, or a COMMIT, that was sent is carried out whatever becomes of the client.
+            time.sleep(_BETWEEN_LOOKS)
+        return next((query for state, query in self._backends(name) if state.startswith("idle in transaction")), None)
+
+    def _backends(self, name: str) -> list[tuple[str, str]]:
         activity = text(
-            "SELECT query FROM pg_stat_activity WHERE datname = current_database() AND application_name = :name"
-            " AND xact_start IS NOT NULL"
+            "SELECT state, query FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name = :name AND state IS NOT NULL"
         )
         with self._engine.connect() as connection:
-            return connection.execute(activity, {"name": name}).scalars().first()
+            return [(state, query) for state, query in connection.execute(activity, {"name": name})]
 
 
 def _message(error: dict[str, str] | None) -> str | None:

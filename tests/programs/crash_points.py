@@ -66,22 +66,24 @@ def in_fork(work: Callable[[int], None]) -> tuple[int | None, list[Any]]:
     return (os.WTERMSIG(status) if os.WIFSIGNALED(status) else None), heard
 
 
+def killed_at(point: int | None, carried: Callable[[Points], Outcome], pipe: int) -> None:
+    """Carry a plan out, telling ``pipe`` the points and the outcome, up to the point at which this process dies."""
+
+    def visit(number: int, label: str) -> None:
+        os.write(pipe, (json.dumps(label) + "\n").encode())
+        if number == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    outcome = carried(Points(visit))
+    os.write(pipe, (json.dumps(told(outcome)) + "\n").encode())
+
+
 def main(url: str, ledger: str) -> None:
     configure_mappers()
     while True:
         form, ident, point = hear()
-
-        def work(pipe: int) -> None:
-            def visit(number: int, label: str) -> None:
-                os.write(pipe, (json.dumps(label) + "\n").encode())
-                if number == point:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            carried = {"sync": carried_out, "async": carried_out_async}[form]
-            outcome = carried(url, Path(ledger), UUID(ident), Points(visit))
-            os.write(pipe, (json.dumps(told(outcome)) + "\n").encode())
-
-        number, heard = in_fork(work)
+        carried = partial({"sync": carried_out, "async": carried_out_async}[form], url, Path(ledger), UUID(ident))
+        number, heard = in_fork(partial(killed_at, point, carried))
         labels = [line for line in heard if isinstance(line, str)]
         say([number, labels, next((line for line in heard if isinstance(line, dict)), None)])
 

@@ -1,0 +1,50 @@
+[alembic]
+# Where the metadata of your models is, as module:attribute: your declarative base, or a MetaData. Importing the module
+# must define every model.
+metadata =
+
+# The database to migrate, unless the environment variable DATABASE_URL names one. A percent sign is doubled here.
+sqlalchemy.url =
+
+# How long a migration waits for a lock, and every later query on that table behind it, before it is rolled back; it can
+# then be repeated. Written as in PostgreSQL; 0 waits for ever.
+lock_timeout = 5s
+
+script_location = ${script_location}
+prepend_sys_path = .
+path_separator = os
+file_template = %%(year)d_%%(month).2d_%%(day).2d_%%(rev)s_%%(slug)s
+
+[loggers]
+keys = root,sqlalchemy,alembic
+
+[handlers]
+keys = console
+
+[formatters]
+keys = generic
+
+[logger_root]
+level = WARNING
+handlers = console
+qualname =
+
+[logger_sqlalchemy]
+level = WARNING
+handlers =
+qualname = sqlalchemy.engine
+
+[logger_alembic]
+level = INFO
+handlers =
+qualname = alembic
+
+[handler_console]
+class = StreamHandler
+args = (sys.stderr,)
+level = NOTSET
+formatter = generic
+
+[formatter_generic]
+format = %(levelname)-5.5s [%(name)s] %(message)s
+datefmt = %H:%M:%S

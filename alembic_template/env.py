@@ -1,0 +1,121 @@
+"""How migrations find the models and the database. This file is yours: change what does not fit."""
+
+import os
+from logging.config import fileConfig
+from pkgutil import resolve_name
+from typing import Any
+
+from alembic import context
+from alembic.util import CommandError
+from sqlalchemy import JSON, URL, Column, Connection, Engine, MetaData, engine_from_config, event, make_url, pool
+
+config = context.config
+
+# Checks are compared by their names, so that those of a mixin added to an existing table are not left out.
+PLUGINS = ["alembic.autogenerate.*", "alembic.ext.checkconstraint_byname"]
+
+
+def find_metadata() -> MetaData:
+    """Resolve the ini option ``metadata``."""
+    target = config.get_main_option("metadata")
+    if not target:
+        raise CommandError(
+            "No models to migrate: set metadata in the [alembic] section of the ini file to where your models' "
+            "metadata is, as in  metadata = app.models:Base"
+        )
+    try:
+        found = resolve_name(target)
+    except Exception as error:
+        error.add_note(f"while reading metadata = {target} in the ini file")
+        raise
+    metadata = getattr(found, "metadata", found)
+    if not isinstance(metadata, MetaData):
+        raise CommandError(f"metadata = {target} in the ini file leads to no MetaData, but to {found!r}.")
+    return metadata
+
+
+def find_url() -> URL:
+    """Take the database from the environment, else from the ini file."""
+    given = os.environ.get("DATABASE_URL") or config.get_main_option("sqlalchemy.url")
+    if not given:
+        raise CommandError("No database to migrate: set DATABASE_URL, or sqlalchemy.url in the ini file.")
+    url = make_url(given)
+    # Without a driver SQLAlchemy 2.0 means psycopg2, and postgres:// means nothing to it at all.
+    return url.set(drivername="postgresql+psycopg") if url.drivername in {"postgres", "postgresql"} else url
+
+
+def compare_server_default(
+    _context: Any, _inspected_column: Any, column: Column[Any], *_defaults: str | None
+) -> bool | None:
+    """Have PostgreSQL itself compare server defaults, except for JSON, for which it has no equality."""
+    return False if type(column.type) is JSON else None
+
+
+def include_object(_object: Any, _name: str | None, type_: str, reflected: bool, compare_to: Any) -> bool:
+    """Leave alone a check that only the database knows: one that the models leave unnamed looks the same."""
+    return not (type_ == "check_constraint" and reflected and compare_to is None)
+
+
+def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
+    """Say what ``--autogenerate`` and ``alembic check`` look at."""
+    default = connection.dialect.default_schema_name
+    schemas = {table.schema or default for table in metadata.tables.values()}
+
+    def include_name(name: str | None, type_: str, _parents: Any) -> bool:
+        # Only schemas that the models use: what is in another one is not theirs to drop.
+        return type_ != "schema" or (name or default) in schemas
+
+    return {
+        "autogenerate_plugins": PLUGINS,
+        "compare_server_default": compare_server_default,
+        "include_name": include_name,
+        "include_object": include_object,
+        "include_schemas": schemas != {default},
+    }
+
+
+def limit_lock_waits(engine: Engine) -> None:
+    """Give up a migration that has to wait for a lock, before everything else waits behind it."""
+    if lock_timeout := config.get_main_option("lock_timeout"):
+
+        @event.listens_for(engine, "begin")
+        def _(connection: Connection) -> None:
+            # For one transaction, not for the session: behind a pooler the session is not ours alone.
+            connection.exec_driver_sql("SELECT set_config('lock_timeout', %s, true)", (lock_timeout,))
+
+
+def run_offline(metadata: MetaData) -> None:
+    """Write the SQL that ``--sql`` asks for; no database is needed."""
+    context.configure(
+        dialect_name="postgresql",
+        dialect_opts={"paramstyle": "named"},
+        literal_binds=True,
+        target_metadata=metadata,
+        transaction_per_migration=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def run_online(metadata: MetaData) -> None:
+    """Migrate the database, each migration in a transaction of its own, so that its locks end with it."""
+    section = config.get_section(config.config_ini_section, {})
+    engine = engine_from_config({**section, "sqlalchemy.url": find_url()}, poolclass=pool.NullPool)
+    limit_lock_waits(engine)
+    with engine.connect() as connection:
+        context.configure(
+            connection=connection,
+            target_metadata=metadata,
+            transaction_per_migration=True,
+            **compare_with(metadata, connection),
+        )
+        with context.begin_transaction():
+            context.run_migrations()
+
+
+if config.config_file_name is not None:
+    fileConfig(config.config_file_name, disable_existing_loggers=False)
+if context.is_offline_mode():
+    run_offline(find_metadata())
+else:
+    run_online(find_metadata())

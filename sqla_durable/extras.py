@@ -1,0 +1,24 @@
+"""Says which extra to install where one is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def needing(extra: str) -> Generator[None]:
+    """Import what an extra of this distribution brings.
+
+    :param extra: the extra's name, as in ``sqla_durable[demo]``.
+    :raises SystemExit: where an import inside fails; the message says how to install it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == __package__:
+            raise
+        # Not only missing ones: psycopg without its extra is there, and finds no libpq.
+        what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+        sys.exit(f'{what}; run: pip install "sqla_durable[{extra}]"')

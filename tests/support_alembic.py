@@ -1,0 +1,231 @@
+"""A user's project whose migrations were set up from the template, and what its migrations left in the database."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+import sqla_durable
+from sqla_durable import embedded
+
+PACKAGES = Path(sqla_durable.__file__).parents[1]
+COMMANDS = Path(__file__).with_name("programs") / "alembic_commands.py"
+PLUGIN = ', "alembic.ext.checkconstraint_byname"'
+
+BASE = """
+from sqlalchemy import MetaData
+from sqlalchemy.orm import DeclarativeBase
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData({metadata})
+"""
+
+MODELS = """
+from enum import StrEnum
+
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.base import Base
+from sqla_durable import Lifecycle, ReceiptMixin, RunMixin, StatusMachine
+
+
+class PlanStatus(StrEnum):
+    PENDING = "pending"
+    READY = "it's ready"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+statuses = StatusMachine(
+    PlanStatus,
+    initial=PlanStatus.PENDING,
+    transitions={{
+        PlanStatus.PENDING: {{PlanStatus.READY}},
+        PlanStatus.READY: {{PlanStatus.RUNNING}},
+        PlanStatus.RUNNING: {{PlanStatus.DONE, PlanStatus.FAILED, PlanStatus.READY}},
+    }},
+)
+
+
+class Plan(RunMixin, Base):
+    __tablename__ = "{table}"
+    __lifecycle__ = Lifecycle(
+        statuses,
+        ready=PlanStatus.READY,
+        running=PlanStatus.RUNNING,
+        done=PlanStatus.DONE,
+        failed=PlanStatus.FAILED,
+        lapsed=PlanStatus.READY,
+    )
+    {key}
+    status: Mapped[PlanStatus] = statuses.column()
+    note: Mapped[str | None]
+
+
+class PlanStep(ReceiptMixin[Plan], Base):
+    __tablename__ = "{table}_step"
+"""
+
+CATALOGUE = """
+SELECT 'column', c.oid::regclass::text, a.attname, concat_ws(' ', format_type(a.atttypid, a.atttypmod),
+       CASE WHEN a.attnotnull THEN 'not null' END, pg_get_expr(d.adbin, d.adrelid))
+  FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+  LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+ WHERE c.relkind = 'r' AND c.relnamespace = '{schema}'::regnamespace
+UNION ALL
+SELECT 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid)
+  FROM pg_constraint WHERE contype <> 'n' AND connamespace = '{schema}'::regnamespace
+UNION ALL
+SELECT 'index', tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = '{schema}'
+UNION ALL
+SELECT 'storage', oid::regclass::text, '', array_to_string(reloptions, ' ')
+  FROM pg_class WHERE relkind = 'r' AND relnamespace = '{schema}'::regnamespace
+UNION ALL
+SELECT 'type', typname, '', '' FROM pg_type
+ WHERE typtype IN ('e', 'd') AND typnamespace = '{schema}'::regnamespace
+"""
+
+
+class Project:
+    """A folder with the packages ``app`` and ``migrations`` and an ``alembic.ini``, as a user has them."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        self.url = url
+
+    def models(
+        self,
+        metadata: str = "",
+        *,
+        table: str = "plan",
+        key: str = "id: Mapped[int] = mapped_column(primary_key=True)",
+    ) -> None:
+        """Write the user's models."""
+        self.write("app/__init__.py", "")
+        self.write("app/base.py", BASE.format(metadata=metadata))
+        self.write("app/models.py", MODELS.format(table=table, key=key))
+
+    def write(self, path: str, content: str) -> None:
+        """Write a file of the project."""
+        file = self.folder / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(dedent(content))
+
+    def change(self, path: str, old: str, new: str) -> None:
+        """Replace something that must be there."""
+        file = self.folder / path
+        content = file.read_text()
+        assert old in content
+        file.write_text(content.replace(old, new))
+
+    def configure(self, option: str, value: str) -> None:
+        """Set an option that the template's ini file has."""
+        file = self.folder / "alembic.ini"
+        content, found = re.subn(rf"(?m)^{re.escape(option)} =.*$", f"{option} = {value}", file.read_text())
+        assert found == 1
+        file.write_text(content)
+
+    def alembic(self, *commands: str, first: Iterable[Path] = (), **environment: str) -> str:
+        """Carry out command lines, each of which must succeed, and return all they wrote."""
+        ended = self._run(commands, first, environment)
+        assert ended.returncode == 0, ended.stdout
+        return ended.stdout
+
+    def refused(self, *commands: str, **environment: str) -> str:
+        """Carry out command lines of which the last one must fail, and return all they wrote."""
+        ended = self._run(commands, (), environment)
+        assert ended.returncode != 0, ended.stdout
+        assert f"$ alembic {commands[-1]}" in ended.stdout
+        return ended.stdout
+
+    def python(self, code: str) -> str:
+        """Run Python code in the project."""
+        arguments = [sys.executable, "-c", dedent(code)]
+        ended = subprocess.run(arguments, capture_output=True, text=True, check=False, **self._surroundings((), {}))
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def create_all(self) -> None:
+        """Create the tables of the models without a migration."""
+        self.python(
+            f"""
+            from sqlalchemy import create_engine
+            from app.models import Base
+            Base.metadata.create_all(create_engine({self.url!r}))
+            """
+        )
+
+    def migrations(self) -> list[str]:
+        """The text of each migration, in order of creation."""
+        files = (self.folder / "migrations/versions").glob("*.py")
+        return [file.read_text() for file in sorted(files, key=lambda file: file.stat().st_mtime_ns)]
+
+    def catalogue(self, schema: str = "public") -> set[tuple[str, ...]]:
+        """What PostgreSQL says there is in a schema, except for what is Alembic's own."""
+        rows = self.sql(CATALOGUE.format(schema=schema))
+        return {tuple(row) for row in rows if not any("alembic_version" in str(value) for value in row)}
+
+    def sql(self, *statements: str) -> list[Any]:
+        """Execute SQL and return the last statement's rows."""
+        engine = create_engine(self.url)
+        with engine.begin() as connection:
+            results = [connection.execute(text(statement.replace(":", "\\:"))) for statement in statements]
+            rows = results[-1].all() if results[-1].returns_rows else []
+        engine.dispose()
+        return list(rows)
+
+    def psql(self, script: str, bin_dir: Path | None) -> None:
+        """Pipe a script into psql, which stops at the first error."""
+        url = make_url(self.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        ended = subprocess.run(
+            [_psql(bin_dir), "--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1", url],
+            input=script,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+
+    def _run(
+        self, commands: Iterable[str], first: Iterable[Path], environment: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, str(COMMANDS), json.dumps([shlex.split(command) for command in commands])]
+        return subprocess.run(
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            **self._surroundings(first, environment),
+        )
+
+    def _surroundings(self, first: Iterable[Path], environment: dict[str, str]) -> dict[str, Any]:
+        paths = os.pathsep.join(str(path) for path in (*first, self.folder, PACKAGES))
+        given = {**os.environ, "DATABASE_URL": self.url, "PYTHONPATH": paths, **environment}
+        return {"cwd": self.folder, "env": {name: value for name, value in given.items() if value}}
+
+
+def _psql(bin_dir: Path | None) -> str:
+    if bin_dir is None:
+        try:
+            bin_dir = embedded.find_binaries()
+        except embedded.EmbeddedError:
+            bin_dir = None
+    program = shutil.which("psql", path=bin_dir) or shutil.which("psql")
+    if program is None:
+        pytest.skip("there is no psql, neither beside the server's programs nor on PATH")
+    return program

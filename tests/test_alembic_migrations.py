@@ -1,0 +1,239 @@
+"""What autogenerate makes of the mixins: plain SQLAlchemy, once, the same as ``create_all``, there and back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+from sqla_durable.alembic import template_folder
+from tests.support_alembic import PLUGIN, Project
+
+USUAL = """naming_convention={
+    "ix": "ix_%(column_0_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}"""
+BY_CONSTRAINT_NAME = """naming_convention={
+    "ix": "index_%(table_name)s_%(constraint_name)s",
+    "ck": "check_%(table_name)s_%(constraint_name)s",
+    "fk": "foreign_%(table_name)s_%(constraint_name)s",
+}"""
+BY_COLUMN = """naming_convention={
+    "ck": "check_%(table_name)s_%(column_0_name)s",
+    "fk": "foreign_%(table_name)s_%(referred_table_name)s",
+}"""
+CONVENTIONS = {
+    "": {
+        "ck_plan_lease",
+        "ck_plan_status_values",
+        "ck_plan_step_outcome",
+        "fk_plan_step_plan_id",
+        "fk_plan_step_unsealed_plan_id",
+        "ix_plan_available_at",
+        "ix_plan_started_at",
+        "plan_pkey",
+        "plan_step_pkey",
+    },
+    USUAL: {
+        "ck_plan_lease",
+        "ck_plan_status_values",
+        "ck_plan_step_outcome",
+        "fk_plan_step_plan_id_plan",
+        "fk_plan_step_unsealed_plan_step",
+        "ix_plan_available_at",
+        "ix_plan_started_at",
+        "pk_plan",
+        "pk_plan_step",
+    },
+    BY_CONSTRAINT_NAME: {
+        "check_plan_lease",
+        "check_plan_status_values",
+        "check_plan_step_outcome",
+        "foreign_plan_step_plan_id",
+        "foreign_plan_step_unsealed_plan_id",
+        "index_plan_available_at",
+        "index_plan_started_at",
+        "plan_pkey",
+        "plan_step_pkey",
+    },
+    BY_COLUMN: {
+        "ck_plan_lease",
+        "ck_plan_status_values",
+        "ck_plan_step_outcome",
+        "foreign_plan_step_plan",
+        "foreign_plan_step_plan_step",
+        "ix_plan_available_at",
+        "ix_plan_started_at",
+        "plan_pkey",
+        "plan_step_pkey",
+    },
+}
+COMPOSITE = """tenant: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)"""
+NOTHING_NEW = "No new upgrade operations detected."
+
+
+@pytest.fixture
+def project(tmp_path: Path, empty_url: str) -> Project:
+    project = Project(tmp_path, empty_url)
+    project.alembic(f"init -t '{template_folder()}' migrations")
+    project.models()
+    project.configure("metadata", "app.models:Base")
+    return project
+
+
+def names(catalogue: set[tuple[str, ...]]) -> set[str]:
+    return {name for kind, _, name, _ in catalogue if kind in {"constraint", "index"}}
+
+
+def is_empty(migration: str) -> bool:
+    return len(re.findall(r"^    pass$", migration, re.MULTILINE)) == 2 and "op." not in migration
+
+
+def start_anew(project: Project, *schemas: str) -> None:
+    for schema in "public", *schemas:
+        project.sql(f"DROP SCHEMA IF EXISTS {schema} CASCADE", f"CREATE SCHEMA {schema}")
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS, ids=["none", "usual", "by-constraint-name", "by-column"])
+def test_the_tables_are_the_same_by_migration_and_by_create_all(project: Project, convention: str) -> None:
+    project.models(convention)
+    said = project.alembic(
+        "revision --autogenerate -m plans",
+        "upgrade head",
+        "check",
+        "revision --autogenerate -m again",
+        "upgrade head",
+        "downgrade base",
+    )
+    assert NOTHING_NEW in said
+    assert is_empty(project.migrations()[1])
+    assert project.catalogue() == set(), "downgrading leaves nothing behind"
+
+    project.change("migrations/env.py", PLUGIN, "")
+    assert NOTHING_NEW in project.alembic("upgrade head", "check"), "also where checks are not compared"
+    migrated = project.catalogue()
+    assert names(migrated) == CONVENTIONS[convention]
+    assert ("storage", "plan", "", "fillfactor=80") in migrated
+
+    start_anew(project)
+    project.create_all()
+    assert project.catalogue() == migrated
+
+
+def test_a_composite_key_migrates_like_any_other(project: Project) -> None:
+    project.models(USUAL, key=COMPOSITE)
+    said = project.alembic(
+        "revision --autogenerate -m plans", "upgrade head", "check", "downgrade base", "upgrade head"
+    )
+    assert NOTHING_NEW in said
+    migrated = project.catalogue()
+    start_anew(project)
+    project.create_all()
+    assert project.catalogue() == migrated
+
+
+@pytest.mark.parametrize("convention", ["", USUAL], ids=["none", "usual"])
+def test_names_longer_than_postgresql_takes_are_shortened_alike(project: Project, convention: str) -> None:
+    project.models(convention, table="plan_" + "x" * 45, key=COMPOSITE)
+    assert NOTHING_NEW in project.alembic("revision --autogenerate -m plans", "upgrade head", "check")
+    migrated = project.catalogue()
+    assert len(names(migrated)) == 9
+    start_anew(project)
+    project.create_all()
+    assert project.catalogue() == migrated
+
+
+def test_a_migration_runs_where_sqla_durable_cannot_be_imported(project: Project) -> None:
+    project.alembic("revision --autogenerate -m plans")
+    assert "durable" not in project.migrations()[0]
+    project.write("blocked/sqla_durable.py", "raise ImportError('sqla_durable is blocked')")
+    blocked = [project.folder / "blocked"]
+    project.configure("metadata", "app.base:Base")
+    project.alembic("upgrade head", "downgrade base", "upgrade head", first=blocked)
+    migrated = project.catalogue()
+    start_anew(project)
+    project.create_all()
+    assert project.catalogue() == migrated
+
+
+def test_migrations_written_as_sql_apply_in_psql(project: Project, request: pytest.FixtureRequest) -> None:
+    option = request.config.getoption("--postgres")
+    bin_dir = None if option is None else Path(option)
+    project.models(USUAL)
+    project.alembic("revision --autogenerate -m plans", "upgrade head")
+    migrated = project.catalogue()
+    (revision,) = project.sql("SELECT version_num FROM alembic_version")[0]
+
+    project.psql(script(project.alembic(f"downgrade {revision}:base --sql")), bin_dir)
+    assert project.catalogue() == set()
+    start_anew(project)
+    project.psql(script(project.alembic("upgrade head --sql")), bin_dir)
+    assert project.catalogue() == migrated
+    assert NOTHING_NEW in project.alembic("check")
+
+
+def script(said: str) -> str:
+    return "".join(
+        line for line in said.splitlines(keepends=True) if not line.startswith(("$ alembic", "INFO ", "Generating"))
+    )
+
+
+@pytest.mark.parametrize("search_path", ["", "app,public", "public,app", "app", "other,app"])
+def test_models_in_a_schema_of_their_own_do_not_churn(project: Project, search_path: str) -> None:
+    start_anew(project, "app", "other")
+    project.sql("CREATE TABLE other.precious (id int)")
+    if search_path:
+        url = make_url(project.url).update_query_dict({"options": f"-csearch_path={search_path}"})
+        project.url = url.render_as_string(hide_password=False)
+    project.models(f'schema="app", {USUAL}')
+    said = project.alembic(
+        "revision --autogenerate -m plans",
+        "upgrade head",
+        "check",
+        "revision --autogenerate -m again",
+        "upgrade head",
+        "downgrade base",
+    )
+    assert NOTHING_NEW in said
+    first, second = project.migrations()
+    assert "precious" not in first
+    assert is_empty(second)
+    assert project.catalogue("app") == set()
+
+    project.alembic("upgrade head")
+    migrated = project.catalogue("app")
+    assert len(names(migrated)) == 9
+    start_anew(project, "app")
+    project.create_all()
+    assert project.catalogue("app") == migrated
+
+
+@pytest.mark.parametrize(
+    ("drift", "operation"),
+    [
+        ("ALTER TABLE plan ALTER status TYPE varchar(63)", "modify_type"),
+        ("ALTER TABLE plan_step ALTER step TYPE varchar(199)", "modify_type"),
+        ("ALTER TABLE plan ALTER fence SET DEFAULT 1", "modify_default"),
+        ("ALTER TABLE plan ALTER failures SET DEFAULT '{}'", "modify_default"),
+        ("ALTER TABLE plan ALTER fence DROP NOT NULL", "modify_nullable"),
+        ("ALTER TABLE plan DROP CONSTRAINT ck_plan_status_values", "add_constraint"),
+        ("ALTER TABLE plan DROP CONSTRAINT ck_plan_lease", "add_constraint"),
+        ("DROP INDEX ix_plan_available_at", "add_index"),
+        ("ALTER TABLE plan_step DROP CONSTRAINT fk_plan_step_unsealed_plan_id", "add_fk"),
+    ],
+)
+def test_the_comparison_sees_what_it_is_there_for(migrated: Project, drift: str, operation: str) -> None:
+    migrated.sql(drift)
+    assert f"'{operation}'" in migrated.refused("check")
+
+
+@pytest.fixture
+def migrated(project: Project) -> Project:
+    project.create_all()
+    return project

@@ -1,0 +1,139 @@
+"""Races that are run many times over: landing against reaping, two recoverers, reapers and claimers in bulk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable import Ending, LostLease, Outcome, Run, Runs
+from sqla_durable.testing import lapse
+from tests.support import Background, Plan, PlanStatus, PlanStep, approved_plan, entries, let_lapse, write_entry
+from tests.support_jobs import JobStatus, OneShot, OneShotStep, add_jobs
+
+ROUNDS = 200
+
+
+def test_a_run_that_is_failed_by_a_reaper_while_it_is_finished_ends_once(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    jobs: Runs[OneShot] = Runs(session_factory, OneShot, OneShotStep)
+    ended = {JobStatus.DONE: 0, JobStatus.FAILED: 0}
+    for ident in add_jobs(engine, OneShot, ROUNDS):
+        run = jobs.claim(ident)
+        assert run is not None
+        with session_factory.begin() as session:
+            lapse(session, OneShot, ident)
+        finished, reaped = both_at_once(lambda run=run: told(run.finish), lambda ident=ident: jobs.heal(ident))
+        assert finished != reaped
+        row = row_of(engine, ident)
+        assert row.status is (JobStatus.DONE if finished else JobStatus.FAILED)
+        assert row.lease_expires_at is None
+        assert (row.error is None) == finished
+        assert not jobs.heal(ident)
+        assert not told(jobs_of_a_copy(run, jobs).finish)
+        assert row_of(engine, ident) == row
+        ended[row.status] += 1
+    assert sum(ended.values()) == ROUNDS
+
+
+def test_of_two_recoverers_with_the_same_list_one_runs_the_body(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    dead: Runs[Plan] = Runs(session_factory, Plan, PlanStep, owner="dead")
+    for position in range(20):
+        ident = approved_plan(session_factory)
+        assert dead.claim(ident) is not None
+        let_lapse(session_factory, ident)
+        answered = threading.Event()
+
+        def recover(owner: str, ident: UUID = ident, answered: threading.Event = answered) -> Outcome:
+            def body(run: Run[Plan]) -> None:
+                assert answered.wait(20), "the other recoverer got no answer while this one holds the run"
+                run.step("only", write_entry, owner)
+
+            outcome = Runs(session_factory, Plan, PlanStep, owner=owner).execute(ident, body)
+            answered.set()
+            return outcome
+
+        outcomes = both_at_once(lambda: recover("one"), lambda: recover("other"))
+        assert sorted(outcome.ending for outcome in outcomes) == [Ending.LANDED, Ending.LOST_RACE]
+        assert len(entries(engine)) == position + 1
+
+
+def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    idents = [approved_plan(session_factory) for _ in range(200)]
+    busy = create_engine(engine.url, pool_size=8)
+    deadlocks: list[Any] = []
+    event.listen(busy, "handle_error", lambda context: deadlocks.append(context.original_exception))
+    plans: Runs[Plan] = Runs(sessionmaker(busy), Plan, PlanStep)
+    claimed: set[tuple[UUID, int]] = set()
+    guard = threading.Lock()
+
+    def claimer() -> None:
+        for _ in range(25):
+            runs = plans.claim_due(30)
+            with guard:
+                for run in runs:
+                    issued = run.lease.identity[0], run.lease.fence
+                    assert issued not in claimed, "a fence was issued twice"
+                    claimed.add(issued)
+            with busy.begin() as connection:
+                let_all_lapse(connection)
+
+    def reaper() -> None:
+        for _ in range(40):
+            plans.reap(40)
+
+    for worker in [Background(call) for call in (claimer, claimer, reaper, reaper)]:
+        worker.result()
+    busy.dispose()
+    assert deadlocks == []
+    with engine.connect() as connection:
+        fences = dict(connection.execute(select(Plan.id, Plan.fence)).all())
+    assert len(claimed) == sum(fences.values()) > len(idents)
+
+
+def let_all_lapse(connection: Connection) -> None:
+    running = (
+        select(Plan.id).where(Plan.status == PlanStatus.EXECUTING).with_for_update(skip_locked=True).cte("running")
+    )
+    past = {Plan.lease_expires_at: func.clock_timestamp() - text("interval '1 second'"), Plan.attempts: 0}
+    connection.execute(update(Plan).where(Plan.id.in_(select(running.c.id))).values(past))
+
+
+def both_at_once(one: Callable[[], Any], other: Callable[[], Any]) -> tuple[Any, Any]:
+    barrier = threading.Barrier(2)
+
+    def together(call: Callable[[], Any]) -> Any:
+        barrier.wait(20)
+        return call()
+
+    first, second = Background(lambda: together(one)), Background(lambda: together(other))
+    return first.result(), second.result()
+
+
+def told(write: Callable[[], None]) -> bool:
+    try:
+        write()
+    except LostLease:
+        return False
+    return True
+
+
+def jobs_of_a_copy(run: Run[OneShot], jobs: Runs[OneShot]) -> Any:
+    """A second process's handle on the same lease, which has not been told anything yet."""
+    from sqla_durable.holder import Holder
+
+    return Run(Holder(run.holder.steps, run.lease, OneShot(), ()))
+
+
+def row_of(engine: Engine, ident: int) -> Any:
+    with engine.connect() as connection:
+        return connection.execute(select(OneShot.__table__).where(OneShot.id == ident)).one()
