@@ -59,7 +59,14 @@ def include_object(_object: Any, _name: str | None, type_: str, reflected: bool,
 def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
     """Say what ``--autogenerate`` and ``alembic check`` look at."""
     default = connection.dialect.default_schema_name
-    schemas = {table.schema or default for table in metadata.tables.values()}
+    named = {table.schema for table in metadata.tables.values()}
+    version_table_schema = None
+    if default in named and None not in named:
+        # The models name the schema that is first in the search_path. Alembic would take its tables for unnamed ones,
+        # and every foreign key for a changed one.
+        version_table_schema = default
+        connection.dialect.default_schema_name = default = ""
+    schemas = {schema or default for schema in named}
 
     def include_name(name: str | None, type_: str, _parents: Any) -> bool:
         # Only schemas that the models use: what is in another one is not theirs to drop.
@@ -71,6 +78,7 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         "include_name": include_name,
         "include_object": include_object,
         "include_schemas": schemas != {default},
+        "version_table_schema": version_table_schema,
     }
 
 

@@ -97,9 +97,8 @@ def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, 
     :param values: the user's own columns to set along with it.
     :param failed: whether an ``error`` is recorded.
     """
-    conditions = [runs.matches(), holding(runs)]
-    if runs.lifecycle.cancelled is not None and to != runs.lifecycle.cancelled:
-        conditions.append(runs.cancel_requested_at.is_(None))
+    cancelled = runs.lifecycle.cancelled
+    uncancelled = [] if cancelled in {None, to} else [runs.cancel_requested_at.is_(None)]
     changes = {
         **values,
         runs.status: runs.constant(to),
@@ -107,23 +106,35 @@ def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, 
         **_no_lease(runs),
         **(_error(runs) if failed else {runs.error: None}),
     }
-    return runs.update(runs.lock(*conditions), changes).returning(*changes)
+    return runs.update(runs.lock(runs.matches(), holding(runs), *uncancelled), changes).returning(*changes)
 
 
 def release(runs: RunRows[Any], *, failed: bool) -> Update:
     """Hand the run back: ready again, owner cleared, so that every copy of the lease is spent.
 
-    :param failed: whether an ``error`` is recorded, and the run waits for its backoff. Once its attempts are used up
-     it lands instead.
+    A run with a pending cancel request lands cancelled instead, and one that failed with its attempts used up lands
+    too: neither is started again.
+
+    :param failed: whether an ``error`` is recorded, and the run waits for its backoff.
     """
     lifecycle, retry = runs.lifecycle, runs.lifecycle.retry
-    changes: dict[Column[Any], Any] = {runs.status: runs.constant(lifecycle.ready), **_no_lease(runs)}
+    landings: list[tuple[ColumnElement[bool], StrEnum]] = []
+    if lifecycle.cancelled is not None:
+        landings.append((runs.cancel_requested_at.is_not(None), lifecycle.cancelled))
+    changes = _no_lease(runs)
     if failed:
         changes |= {runs.available_at: clock.stamp() + clock.backoff(retry, runs.attempts), **_error(runs)}
         if retry.max_attempts is not None:
-            spent = runs.attempts >= retry.max_attempts
-            status = case((spent, runs.constant(lifecycle.spent)), else_=runs.constant(lifecycle.ready))
-            changes |= {runs.status: status, runs.finished_at: case((spent, clock.stamp()))}
+            landings.append((runs.attempts >= retry.max_attempts, lifecycle.spent))
+    ready = runs.constant(lifecycle.ready)
+    if landings:
+        cases = [(condition, runs.constant(to)) for condition, to in landings]
+        changes |= {
+            runs.status: case(*cases, else_=ready),
+            runs.finished_at: case((or_(*(condition for condition, _ in landings)), clock.stamp())),
+        }
+    else:
+        changes |= {runs.status: ready}
     return runs.update(runs.lock(runs.matches(), holding(runs)), changes).returning(*changes)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import SQLAlchemyError
 
-from sqla_durable.exc import DurableError
 from sqla_durable.holder import Holder
 from sqla_durable.store import Store
 
@@ -30,8 +29,7 @@ class Heartbeat:
     def __init__(self, store: Store[Any]) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._watched: dict[Holder[Any], Callable[[], None] | None] = {}
+        self._carried_out: dict[Holder[Any], Callable[[], None] | None] = {}
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -40,11 +38,8 @@ class Heartbeat:
 
         :param on_lost: called in the heartbeat's thread, once, when the holder may not go on.
         """
-        batch = [other for other in holder.batch if not other.ended]
         with self._lock:
-            added = [other for other in batch if other not in self._watched]
-            self._watched.update(dict.fromkeys(added))
-            self._watched[holder] = on_lost
+            self._carried_out[holder] = on_lost
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="sqla_durable heartbeat", daemon=True)
                 self._thread.start()
@@ -52,8 +47,7 @@ class Heartbeat:
             yield
         finally:
             with self._lock:
-                for other in [holder, *added]:
-                    self._watched.pop(other, None)
+                self._carried_out.pop(holder, None)
 
     def _run(self) -> None:
         self._store.sessions.run_in_thread(self._beat_until_idle)
@@ -62,26 +56,28 @@ class Heartbeat:
         engine = self._own_engine()
         try:
             while True:
-                self._wake.wait(self._store.runs.lifecycle.heartbeat.total_seconds())
+                time.sleep(self._store.runs.lifecycle.heartbeat.total_seconds())
                 with self._lock:
-                    watched = list(self._watched.items())
-                    if not watched:
+                    carried_out = dict(self._carried_out)
+                    if not carried_out:
                         self._thread = None
                         return
-                self._beat(engine, watched)
+                waiting = {other for holder in carried_out for other in holder.batch} - set(carried_out)
+                self._beat(engine, {**dict.fromkeys(waiting), **carried_out})
         finally:
             engine.dispose()
 
-    def _beat(self, engine: Engine, watched: Iterable[tuple[Holder[Any], Callable[[], None] | None]]) -> None:
+    def _beat(self, engine: Engine, watched: Mapping[Holder[Any], Callable[[], None] | None]) -> None:
         try:
             with engine.connect() as connection:
-                for holder, on_lost in watched:
+                for holder, on_lost in watched.items():
                     if not holder.ended and holder.beat(connection) and on_lost is not None:
                         on_lost()
-        except (SQLAlchemyError, DurableError) as error:
-            _log.warning("a heartbeat failed and will be tried again: %s", error)
+        except Exception:  # noqa: BLE001 - a hook of the user's may raise anything, and the next beat may succeed
+            _log.warning("a heartbeat failed and will be tried again", exc_info=True)
 
     def _own_engine(self) -> Engine:
         engine = self._store.engine
         own = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        return own.execution_options(isolation_level="AUTOCOMMIT")
+        options = {**engine.get_execution_options(), "isolation_level": "AUTOCOMMIT"}
+        return own.execution_options(**options)

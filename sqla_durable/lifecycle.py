@@ -9,7 +9,7 @@ from typing import Final, Generic, Literal
 
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.machine import StatusT
-from sqla_durable.retry import Retry
+from sqla_durable.retry import LONGEST, Retry
 from sqla_durable.status import StatusMachine
 
 _LONGEST_TIMEOUT: Final = timedelta(milliseconds=2**31 - 1)
@@ -94,8 +94,10 @@ class Lifecycle(Generic[StatusT]):
         return min(self.lease, _LONGEST_TIMEOUT) if self.step_timeout == "lease" else self.step_timeout
 
     def _check_durations(self) -> None:
-        if self.lease < timedelta(milliseconds=10):
-            raise ConfigurationError(f"Lifecycle(lease={self.lease}): a lease lasts at least 10 milliseconds.")
+        if not timedelta(milliseconds=10) <= self.lease <= LONGEST:
+            raise ConfigurationError(
+                f"Lifecycle(lease={self.lease}): a lease lasts from 10 milliseconds to {LONGEST.days} days."
+            )
         if isinstance(self.step_timeout, timedelta) and not _SHORTEST <= self.step_timeout <= _LONGEST_TIMEOUT:
             raise ConfigurationError(
                 f"Lifecycle(step_timeout={self.step_timeout}): from 1 millisecond to PostgreSQL's limit of "

@@ -44,8 +44,7 @@ def when_mapped(cls: type[Any], configure: Callable[[Mapper[Any]], None]) -> Non
 
 def add_check(table: Table, name: str, condition: ColumnElement[bool]) -> None:
     """Add a ``CHECK``, named by the metadata's convention if that goes by the names of constraints."""
-    name_ = _name(table, CheckConstraint, name, always=True)
-    table.append_constraint(CheckConstraint(condition, name=name_))
+    _add(table, CheckConstraint(condition, name=_name(table, CheckConstraint, name, always=True)))
 
 
 def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Column[Any]], **options: Any) -> None:
@@ -55,8 +54,7 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     table or a schema translation names another.
     """
     names = [column.name for column in columns]
-    name = _name(table, ForeignKeyConstraint, *names)
-    table.append_constraint(ForeignKeyConstraint(names, referred, name=name, **options))
+    _add(table, ForeignKeyConstraint(names, referred, name=_name(table, ForeignKeyConstraint, *names), **options))
 
 
 def add_index(column: Column[Any], where: ColumnElement[bool]) -> None:
@@ -77,15 +75,16 @@ def set_fillfactor(table: Table, percent: int) -> None:
         table.dialect_kwargs["postgresql_using"] = f"heap WITH (fillfactor = {percent})"
 
 
-def stored_name(constraint: Constraint) -> str:
-    """Return the name of a constraint as PostgreSQL reports it, which is shorter than a very long one."""
-    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(constraint)
-    return str(name).removeprefix('"').removesuffix('"').replace('""', '"')
-
-
 def root_table(mapper: Mapper[Any]) -> Table:
     """Return the table that a mapper's inheritance hierarchy is rooted in."""
     return cast("Table", mapper.base_mapper.local_table)
+
+
+def _add(table: Table, constraint: Constraint) -> None:
+    table.append_constraint(constraint)
+    # The name as PostgreSQL will report it: an error is known by it, and Alembic compares checks by it.
+    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(constraint)
+    constraint.name = conv(str(name).removeprefix('"').removesuffix('"').replace('""', '"'))
 
 
 def _name(table: Table, kind: type[SchemaItem], *words: str, always: bool = False) -> str | None:

@@ -37,7 +37,10 @@ class Prepared:
         )
         self._dialect: Any = engine.dialect
         self._sql = str(compiled)
-        self._fixed = {name: bind.value for name, bind in compiled.binds.items() if not bind.required}
+        escaped = compiled.escaped_bind_names or {}
+        self._fixed = {
+            escaped.get(name, name): bind.value for name, bind in compiled.binds.items() if not bind.required
+        }
         self._row = cast(Any, _row_class(columns))
 
     def first(self, connection: Connection, parameters: dict[str, Any]) -> AnyRow | None:
@@ -77,7 +80,9 @@ class Prepared:
 
 
 def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:
-    return namedtuple("Row", columns)  # noqa: PYI024 - the names are known at run time only
+    make: Any = namedtuple  # noqa: PYI024 - the names are known at run time only
+    row: type[tuple[Any, ...]] = make("Row", columns)
+    return row
 
 
 def _observed(connection: Connection) -> bool:

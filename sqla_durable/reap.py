@@ -20,9 +20,13 @@ def lapsed(runs: RunRows[Any]) -> ColumnElement[bool]:
     return and_(runs.in_status(runs.lifecycle.running), runs.lease_expires_at <= clock.now())
 
 
-def heal(runs: RunRows[Any]) -> Update:
-    """Reap the run with the given key if its lease has lapsed; a locked row has a living holder and is skipped."""
-    return _reap(runs, runs.lock(runs.matches(), lapsed(runs), skip_locked=True))
+def heal(runs: RunRows[Any], *, skip_locked: bool) -> Update:
+    """Reap the run with the given key if its lease has lapsed.
+
+    :param skip_locked: whether to leave a locked row alone, as having a living holder. A claim waits instead: after the
+     wait the condition is checked again, so that a holder whose step has renewed the lease keeps the run.
+    """
+    return _reap(runs, runs.lock(runs.matches(), lapsed(runs), skip_locked=skip_locked))
 
 
 def reap(runs: RunRows[Any]) -> Update:
@@ -65,7 +69,7 @@ def request_cancel(runs: RunRows[Any]) -> Update:
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
-    return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*changes)
+    return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*runs.key, *changes)
 
 
 def _reap(runs: RunRows[Any], locking: AnySelect) -> Update:

@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Delete,
-    ForeignKeyConstraint,
     String,
     Text,
     Update,
@@ -38,7 +37,7 @@ from sqlalchemy.sql.dml import ReturningInsert
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
-from sqla_durable.mapping import add_check, add_foreign_key, root_table, stored_name, when_mapped
+from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
 from sqla_durable.rows import AnySelect, Rows, bound
 
 RunT = TypeVar("RunT")
@@ -199,7 +198,7 @@ class ReceiptRows(Rows[Any]):
     def guard(self) -> str:
         """The name of the constraint that refuses to commit an unsealed receipt."""
         key = next(key for key in self.unsealed.foreign_keys if key.column is self.step)
-        return stored_name(cast(ForeignKeyConstraint, key.constraint))
+        return str(key.constraint and key.constraint.name)
 
     def of_run(self) -> list[ColumnElement[bool]]:
         """The conditions that a receipt belongs to the run with the given key."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 from sqla_durable.exc import ConfigurationError
+
+LONGEST: Final = timedelta(days=36500)
+"""Beyond any use, and well within what PostgreSQL can add to the present."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +41,11 @@ class Retry:
             raise ConfigurationError(f"Retry(max_attempts={self.max_attempts}): at least 1, or None for no bound.")
         if self.backoff < timedelta(0):
             raise ConfigurationError(f"Retry(backoff={self.backoff}): a delay cannot be negative.")
-        if self.cap < self.backoff:
-            raise ConfigurationError(f"Retry(cap={self.cap}): must not be shorter than backoff={self.backoff}.")
+        if not self.backoff <= self.cap <= LONGEST:
+            raise ConfigurationError(
+                f"Retry(cap={self.cap}): must not be shorter than backoff={self.backoff}, nor longer than "
+                f"{LONGEST.days} days."
+            )
         if not (math.isfinite(self.factor) and self.factor >= 1):
             raise ConfigurationError(f"Retry(factor={self.factor}): a finite number of at least 1.")
         if not 0 <= self.jitter <= 1:

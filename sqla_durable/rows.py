@@ -7,6 +7,8 @@ loader criteria, eager joins, ``onupdate`` and ``version_id_col``, each of which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from sqlalchemy import (
@@ -20,12 +22,16 @@ from sqlalchemy import (
     and_,
     bindparam,
     inspect,
+    literal_column,
+    or_,
     select,
     tuple_,
     update,
 )
+from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.orm import InstanceState, Mapper, Session, class_mapper
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.exc import UnmappedColumnError
 from sqlalchemy.types import TypeEngine
 
 from sqla_durable.exc import ConfigurationError, UsageError
@@ -50,6 +56,19 @@ def arguments(**values: Any) -> dict[str, Any]:
     return {f"durable_{name}": value for name, value in values.items()}
 
 
+def constant(column: ColumnElement[Any], value: object) -> ColumnElement[Any]:
+    """Return ``value`` as a constant in the SQL text, where a partial index's predicate can match it.
+
+    A bound parameter would not match it once PostgreSQL chooses a generic plan.
+    """
+    make: Any = PGDialect
+    dialect = make(paramstyle="named")  # with the style of the driver a percent sign would be doubled twice
+    process = column.type.dialect_impl(dialect).literal_processor(dialect)
+    if process is None:
+        raise ConfigurationError(f"{value!r} of column {column!r} cannot be written as a constant in SQL.")
+    return literal_column(process(value), column.type)
+
+
 def _unchanged(value: Any) -> Any:
     return value
 
@@ -72,10 +91,9 @@ class Rows(Generic[EntityT]):
 
     def column(self, attribute: str) -> Column[Any]:
         """Return the column that ``attribute`` is mapped to in this table."""
-        prop = self.mapper.attrs.get(attribute)
-        for column in getattr(prop, "columns", ()):
-            if column.table is self.table:
-                return cast(Column[Any], column)
+        for column in self.table.columns:
+            if attribute == self._attributes.get(column):
+                return column
         raise UsageError(
             f"{self.entity.__name__} maps no attribute {attribute!r} to a column of table {self.table.name!r}; "
             "only columns of that table can be set in the same statement."
@@ -83,7 +101,16 @@ class Rows(Generic[EntityT]):
 
     def attribute(self, column: Column[Any]) -> str:
         """Return the attribute that ``column`` is mapped to."""
-        return self.mapper.get_property_by_column(column).key
+        return self._attributes[column]
+
+    @cached_property
+    def _attributes(self) -> dict[Column[Any], str]:
+        # Not mapper.attrs, which would configure every mapper, while a class may refer to one that is defined later.
+        attributes: dict[Column[Any], str] = {}
+        for column in self.table.columns:
+            with suppress(UnmappedColumnError):  # a sibling's in the same table
+                attributes[column] = self.mapper.get_property_by_column(column).key
+        return attributes
 
     # identity
 
@@ -146,8 +173,10 @@ class Rows(Generic[EntityT]):
                 f"{self.entity.__name__} inherits from a mapped class without polymorphic_on, so its rows cannot be "
                 "told from those of its siblings; declare polymorphic_on, or use the base class."
             )
-        names = [mapper.polymorphic_identity for mapper in self.mapper.self_and_descendants]
-        return [self.mapper.polymorphic_on.in_(names)]
+        kind = self.mapper.polymorphic_on
+        return [
+            or_(*(kind == constant(kind, mapper.polymorphic_identity) for mapper in self.mapper.self_and_descendants))
+        ]
 
     # writing
 
@@ -184,13 +213,18 @@ class Rows(Generic[EntityT]):
 
     # loaded objects
 
-    def loaded(self, session: Session, identity: Ident) -> EntityT | None:
-        """Return the object with that key if the session has it; without a statement."""
-        key = self.mapper.identity_key_from_primary_key(identity)
+    def loaded(self, session: Session, row: AnyRow | None, identity: Ident) -> EntityT | None:
+        """Return the object of a row if the session has it; without a statement.
+
+        :param row: a row with the key columns, if there is one: the caller's key may be a value that the column's
+         type converts.
+        """
+        key_of_row = identity if row is None else tuple(row._mapping[column] for column in self.key)
+        key = self.mapper.identity_key_from_primary_key(key_of_row)
         return session.identity_map.get(key)
 
     def show(self, instance: EntityT, row: RowMapping) -> None:
         """Make a loaded object, in a session or detached, show what a row returned; without a statement."""
         for column in self.table.columns:
-            if column in row:
-                set_committed_value(instance, self.attribute(column), row[column])
+            if column in row and column in self._attributes:
+                set_committed_value(instance, self._attributes[column], row[column])

@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sqlalchemy import Column, ColumnElement, DateTime, and_, case, literal_column, text
+from sqlalchemy import Column, ColumnElement, DateTime, and_, case, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
@@ -16,7 +16,7 @@ from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, set_fillfactor, when_mapped
-from sqla_durable.rows import Rows
+from sqla_durable.rows import Rows, constant
 from sqla_durable.status import TransitionHook
 
 _SORT_ORDER = 1010
@@ -85,14 +85,10 @@ class RunRows(Rows[RunT]):
         self.failures = self.column("failures")
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
-        self.name = self.table.fullname
 
     def constant(self, status: StrEnum) -> ColumnElement[Any]:
-        """Return ``status`` as a constant in the SQL text, where a partial index's predicate can match it.
-
-        A bound parameter would not match it once PostgreSQL chooses a generic plan.
-        """
-        return literal_column("'" + status.value.replace("'", "''") + "'", self.status.type)
+        """Return ``status`` as a constant in the SQL text. See :func:`.rows.constant`."""
+        return constant(self.status, status)
 
     def in_status(self, status: StrEnum) -> ColumnElement[bool]:
         """The condition that a run is in ``status``."""
@@ -105,6 +101,11 @@ class RunRows(Rows[RunT]):
 def _configure(mapper: Mapper[Any]) -> None:
     cls = mapper.class_
     parent = mapper.inherits
+    if parent is not None and mapper.concrete:
+        raise ConfigurationError(
+            f"{cls.__name__} inherits concretely from {parent.class_.__name__}, so its rows are in a table of their "
+            "own that the base class does not see; give it RunMixin and a __lifecycle__ as a class of its own."
+        )
     if parent is not None and issubclass(parent.class_, RunMixin):
         if vars(cls).get("__lifecycle__", parent.class_.__lifecycle__) is not parent.class_.__lifecycle__:
             raise ConfigurationError(f"{cls.__name__} shares a table with its base class, and so its __lifecycle__.")

@@ -140,6 +140,8 @@ class Run(Handle[RunT]):
     def release(self) -> None:
         """Hand the run back, ready to be claimed at once; this handle, and every copy of its lease, is spent.
 
+        A run that someone asked to cancel lands as cancelled instead.
+
         :raises ConfigurationError: where the machine has no edge from running to ready.
         :raises LostLease: where the fence has moved on; nothing is written.
         """

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
 from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session
 
-from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.exc import ConfigurationError, UndeclaredTransition, UsageError
 from sqla_durable.machine import Machine, StatusT
 from sqla_durable.mapping import add_check
 from sqla_durable.rows import AnyRow, Rows
@@ -125,20 +125,19 @@ class StatusMachine(Machine[StatusT]):
         session.flush()
         identity = rows.identity(ident)
         locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
-        statement = rows.update(locking, changed).returning(*changed)
+        statement = rows.update(locking, changed).returning(*rows.key, *changed)
         with translated():
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
             row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
             won = row is not None
-            instance = ident if isinstance(ident, entity) else rows.loaded(session, identity)
-            if instance is not None:
-                if row is None:
-                    truth = select(*changed).where(rows.matches())
-                    row = connection.execute(truth, rows.parameters(identity)).one_or_none()
-                if row is None:
-                    session.expire(instance)
-                else:
-                    rows.show(instance, row._mapping)
+            if row is None and any(isinstance(loaded, entity) for loaded in session.identity_map.values()):
+                truth = select(*rows.key, *changed).where(rows.matches())
+                row = connection.execute(truth, rows.parameters(identity)).one_or_none()
+        instance = ident if isinstance(ident, entity) else rows.loaded(session, row, identity)
+        if instance is not None and row is not None:
+            rows.show(instance, row._mapping)
+        elif instance is not None and instance in session:
+            session.expire(instance)
         return won
 
     def column_of(self, entity: type[Any]) -> Column[StatusT]:
@@ -174,6 +173,8 @@ class StatusMachine(Machine[StatusT]):
             sources = [cast(StatusT, from_)]
         else:
             sources = from_
+        if not sources:
+            raise UndeclaredTransition(f"no edge of {self.statuses.__name__} that was asked for leads to {to.value}.")
         for source in sources:
             self.check_edge(source, to)
         return [status for status in self.statuses if status in sources]
@@ -192,7 +193,7 @@ class StatusMachine(Machine[StatusT]):
         if len(self._served) != 1:
             names = ", ".join(sorted(entity.__name__ for entity in self._served)) or "no run class"
             raise UsageError(
-                f"{names} uses this machine, so {run_or_ident!r} does not say which row is meant; pass an object, or "
+                f"the machine is that of {names}, so {run_or_ident!r} does not say which row is meant; pass an object, or "
                 "(Class, ident)."
             )
         return next(iter(self._served)), run_or_ident

@@ -127,12 +127,19 @@ class Store(Generic[RunT]):
 
     def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
         """Return the lease that a claim issued."""
-        return Lease(self.runs.name, identity, fence, attempt, owner)
+        return Lease(self.name, identity, fence, attempt, owner)
+
+    @cached_property
+    def name(self) -> str:
+        """The table's name with the schema it is in for this engine, so that no lease passes from tenant to tenant."""
+        translate = self.engine.get_execution_options().get("schema_translate_map") or {}
+        schema = translate.get(self.runs.table.schema, self.runs.table.schema)
+        return self.runs.table.name if schema is None else f"{schema}.{self.runs.table.name}"
 
     def check(self, lease: Lease) -> None:
         """Refuse a lease on a run of another table."""
-        if lease.run != self.runs.name:
-            raise UsageError(f"{lease!r} is a lease on {lease.run}, not on {self.runs.name}.")
+        if lease.run != self.name:
+            raise UsageError(f"{lease!r} is a lease on {lease.run}, not on {self.name}.")
 
     def parameters(self, lease: Lease, **more: Any) -> dict[str, Any]:
         """Return what a prepared statement of :mod:`.fence` is executed with."""

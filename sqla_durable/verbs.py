@@ -10,7 +10,7 @@ from typing import Any, Generic, cast
 from uuid import uuid4
 
 from sqlalchemy import Connection, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, with_polymorphic
 
 from sqla_durable import claim, fence, reap, receipt
 from sqla_durable.codec import codec_of
@@ -82,7 +82,7 @@ class Verbs(Generic[RunT]):
         def work(session: Session, connection: Connection) -> Holder[RunT]:
             parameters = self.store.parameters(lease)
             self.store.held(connection, lease, lambda connection: self.store.renew.first(connection, parameters))
-            return self._holders(session, connection, [lease])[0]
+            return self._holders(session, connection, [lease], claimed=False)[0]
 
         return self.store.execute(work)
 
@@ -123,7 +123,7 @@ class Verbs(Generic[RunT]):
 
         def work(session: Session, connection: Connection) -> RunT | None:
             connection.execute(self._heal, self.runs.parameters(identity))
-            return self._load(session, [identity]).get(identity)
+            return next(iter(self._load(session, [identity]).values()), None)
 
         return self.store.execute(work)
 
@@ -171,7 +171,7 @@ class Verbs(Generic[RunT]):
         with translated():
             connection = self.store.connection(session)
             row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
-        if row is not None and (loaded := self.runs.loaded(session, identity)) is not None:
+        if row is not None and (loaded := self.runs.loaded(session, row, identity)) is not None:
             self.runs.show(loaded, row._mapping)
         return row is not None
 
@@ -219,7 +219,7 @@ class Verbs(Generic[RunT]):
         self, session: Session, connection: Connection, identity: Ident, *, run_now: bool
     ) -> Holder[RunT] | None:
         key = self.runs.parameters(identity)
-        connection.execute(self._heal, key)
+        connection.execute(self._heal_waiting, key)
         statement = self._claim_now if run_now else self._claim_if_due
         row = connection.execute(statement, {**key, **arguments(owner=self.owner)}).one_or_none()
         return None if row is None else self._holders(session, connection, [self._lease(row)])[0]
@@ -232,9 +232,11 @@ class Verbs(Generic[RunT]):
 
     def _lease(self, row: AnyRow) -> Lease:
         *key, number, attempt = row
-        return Lease(self.runs.name, tuple(key), number, attempt, self.owner)
+        return self.store.lease(tuple(key), number, attempt, self.owner)
 
-    def _holders(self, session: Session, connection: Connection, leases: Sequence[Lease]) -> list[Holder[RunT]]:
+    def _holders(
+        self, session: Session, connection: Connection, leases: Sequence[Lease], *, claimed: bool = True
+    ) -> list[Holder[RunT]]:
         loaded = self._load(session, [lease.identity for lease in leases])
         holders: list[Holder[RunT]] = []
         for lease in leases:
@@ -243,8 +245,8 @@ class Verbs(Generic[RunT]):
                     f"{self.runs.entity.__name__} {lease.identity!r} is hidden from the session, by loader criteria "
                     "for one; a run that is claimed must be visible. The claim was undone."
                 )
-            # A first claim has no receipts to read.
-            known = self._receipts(connection, lease.identity) if lease.fence > 1 else ()
+            # A run that was claimed for the first time just now has no receipts to read.
+            known = () if claimed and lease.fence == 1 else self._receipts(connection, lease.identity)
             holders.append(Holder(self.steps, lease, loaded[lease.identity], known))
         for holder in holders:
             holder.batch = tuple(holders)
@@ -253,7 +255,10 @@ class Verbs(Generic[RunT]):
     def _load(self, session: Session, identities: Sequence[Ident]) -> dict[Ident, RunT]:
         if not identities:
             return {}
-        found = session.scalars(select(self.runs.entity).where(self.runs.among(identities))).unique().all()
+        mapper = self.runs.mapper
+        # The rows are detached, where a subclass's own columns could not be loaded any more.
+        whole = with_polymorphic(mapper, "*") if len(list(mapper.self_and_descendants)) > 1 else mapper
+        found = session.scalars(select(whole).where(self.runs.among(identities))).unique().all()
         session.expunge_all()
         return {self.runs.identity(row): row for row in found}
 
@@ -277,7 +282,11 @@ class Verbs(Generic[RunT]):
 
     @cached_property
     def _heal(self) -> Any:
-        return reap.heal(self.runs)
+        return reap.heal(self.runs, skip_locked=True)
+
+    @cached_property
+    def _heal_waiting(self) -> Any:
+        return reap.heal(self.runs, skip_locked=False)
 
     @cached_property
     def _reap(self) -> Any:

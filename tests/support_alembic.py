@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -9,20 +10,32 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
 import sqla_durable
 from sqla_durable import embedded
+from sqla_durable.alembic import template_folder
 
 PACKAGES = Path(sqla_durable.__file__).parents[1]
 COMMANDS = Path(__file__).with_name("programs") / "alembic_commands.py"
 PLUGIN = ', "alembic.ext.checkconstraint_byname"'
+
+NOTHING_NEW = "No new upgrade operations detected."
+USUAL = """naming_convention={
+    "ix": "ix_%(column_0_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}"""
 
 BASE = """
 from sqlalchemy import MetaData
@@ -36,6 +49,7 @@ class Base(DeclarativeBase):
 MODELS = """
 from enum import StrEnum
 
+import sqlalchemy as sa
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.base import Base
@@ -78,6 +92,7 @@ class Plan(RunMixin, Base):
 
 class PlanStep(ReceiptMixin[Plan], Base):
     __tablename__ = "{table}_step"
+{more}
 """
 
 CATALOGUE = """
@@ -100,6 +115,14 @@ SELECT 'type', typname, '', '' FROM pg_type
 """
 
 
+@cache
+def _skeleton() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="sqla_durable_alembic_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Project(folder, "").alembic(f"init -t '{template_folder()}' migrations")
+    return folder
+
+
 class Project:
     """A folder with the packages ``app`` and ``migrations`` and an ``alembic.ini``, as a user has them."""
 
@@ -107,17 +130,24 @@ class Project:
         self.folder = folder
         self.url = url
 
+    @classmethod
+    def set_up(cls, folder: Path, url: str) -> Self:
+        """Make a project with ``alembic init``; it knows no models yet."""
+        shutil.copytree(_skeleton(), folder, dirs_exist_ok=True)
+        return cls(folder, url)
+
     def models(
         self,
         metadata: str = "",
         *,
         table: str = "plan",
         key: str = "id: Mapped[int] = mapped_column(primary_key=True)",
+        more: str = "",
     ) -> None:
         """Write the user's models."""
         self.write("app/__init__.py", "")
         self.write("app/base.py", BASE.format(metadata=metadata))
-        self.write("app/models.py", MODELS.format(table=table, key=key))
+        self.write("app/models.py", MODELS.format(table=table, key=key, more=more))
 
     def write(self, path: str, content: str) -> None:
         """Write a file of the project."""
@@ -168,6 +198,11 @@ class Project:
             Base.metadata.create_all(create_engine({self.url!r}))
             """
         )
+
+    def start_anew(self, *schemas: str) -> None:
+        """Empty the database, but for the named schemas."""
+        for schema in "public", *schemas:
+            self.sql(f"DROP SCHEMA IF EXISTS {schema} CASCADE", f"CREATE SCHEMA {schema}")
 
     def migrations(self) -> list[str]:
         """The text of each migration, in order of creation."""

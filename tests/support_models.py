@@ -55,6 +55,12 @@ jobs = job_machine()
 
 
 def lifecycle(machine: StatusMachine[JobStatus] = jobs, **values: Any) -> Lifecycle[JobStatus]:
+    given: dict[str, Any] = {
+        "lease": timedelta(seconds=30),
+        "retry": Retry(max_attempts=3, backoff=timedelta(0), cap=timedelta(0)),
+        "requeue": {JobStatus.FAILED, JobStatus.DEAD},
+        **values,
+    }
     return Lifecycle(
         machine,
         ready=JobStatus.READY,
@@ -63,10 +69,7 @@ def lifecycle(machine: StatusMachine[JobStatus] = jobs, **values: Any) -> Lifecy
         failed=JobStatus.FAILED,
         dead=JobStatus.DEAD,
         cancelled=JobStatus.CANCELLED,
-        lease=timedelta(seconds=30),
-        retry=Retry(max_attempts=3, backoff=timedelta(0), cap=timedelta(0)),
-        requeue={JobStatus.FAILED, JobStatus.DEAD},
-        **values,
+        **given,
     )
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event, func, insert, select
+from sqlalchemy import Connection, Engine, event, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -36,11 +36,14 @@ class Points:
 
     def __init__(self, visit: Callable[[int, str], None] = lambda number, label: None) -> None:
         self.labels: list[str] = []
+        self.backend = 0
+        """The process on the server that the point at hand speaks with."""
         self._visit = visit
 
-    def reach(self, label: str) -> None:
-        """Note a point, and do there what is to be done there."""
+    def reach(self, label: str, connection: Any) -> None:
+        """Note a point of a DBAPI connection, and do there what is to be done there."""
         self.labels.append(label)
+        self.backend = getattr(connection, "driver_connection", connection).info.backend_pid
         self._visit(len(self.labels) - 1, label)
 
     @contextmanager
@@ -50,17 +53,17 @@ class Points:
 
         def around(name: str, send: Callable[[Any], None]) -> Callable[[Any], None]:
             def visited(connection: Any) -> None:
-                self.reach(f"before {name}")
+                self.reach(f"before {name}", connection)
                 send(connection)
-                self.reach(f"after {name}")
+                self.reach(f"after {name}", connection)
 
             return visited
 
-        def before(connection: Any, *_: object) -> None:
-            self.reach(f"before {_kind(connection)}")
+        def before(connection: Connection, *_: object) -> None:
+            self.reach(*_statement("before", connection))
 
-        def after(connection: Any, *_: object) -> None:
-            self.reach(f"after {_kind(connection)}")
+        def after(connection: Connection, *_: object) -> None:
+            self.reach(*_statement("after", connection))
 
         event.listen(engine, "before_cursor_execute", before)
         event.listen(engine, "after_cursor_execute", after)
@@ -75,9 +78,9 @@ class Points:
             event.remove(engine, "after_cursor_execute", after)
 
 
-def _kind(connection: Any) -> str:
-    driver = connection.connection.dbapi_connection
-    return "autocommit statement" if driver.autocommit else "statement"
+def _statement(when: str, connection: Connection) -> tuple[str, Any]:
+    driver: Any = connection.connection.dbapi_connection
+    return f"{when} {'autocommit statement' if driver.autocommit else 'statement'}", driver
 
 
 def commits(labels: list[str]) -> int:

@@ -29,9 +29,7 @@ def python(*arguments: str, path: Path, folder: Path) -> str:
 
 @pytest.fixture
 def project(tmp_path: Path, empty_url: str) -> Project:
-    project = Project(tmp_path, empty_url)
-    project.alembic(f"init -t '{template_folder()}' migrations")
-    return project
+    return Project.set_up(tmp_path, empty_url)
 
 
 def test_neither_the_package_nor_its_alembic_module_imports_alembic(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_requeue_names_terminal_statuses_only() -> None:
 
 @pytest.mark.parametrize("lease", [timedelta(0), timedelta(seconds=-1), timedelta(milliseconds=9)], ids=str)
 def test_a_lease_that_cannot_be_kept_is_refused(lease: timedelta) -> None:
-    with pytest.raises(ConfigurationError, match=r"Lifecycle\(lease=.*at least 10 milliseconds"):
+    with pytest.raises(ConfigurationError, match=r"Lifecycle\(lease=.*from 10 milliseconds"):
         lifecycle(lease=lease)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import date, datetime, timedelta
+from datetime import datetime
 from typing import Any, ClassVar
 from uuid import UUID, uuid4
 
@@ -15,12 +15,9 @@ from sqlalchemy import (
     Engine,
     Index,
     LargeBinary,
-    MetaData,
     String,
     Text,
-    UniqueConstraint,
     create_engine,
-    func,
     text,
 )
 from sqlalchemy.orm import (
@@ -34,8 +31,8 @@ from sqlalchemy.orm import (
     registry,
 )
 
-from sqla_durable import ConfigurationError, ReceiptMixin, RunMixin
-from tests.support_models import JobStatus, definitions, drive, job_machine, jobs, lifecycle
+from sqla_durable import ReceiptMixin, RunMixin
+from tests.support_models import JobStatus, definitions, drive, jobs, lifecycle
 
 Classes = tuple[type[Any], type[Any], Callable[[JobStatus], Any]]
 

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, declared_attr, mapped_column, sessionmaker
+from sqlalchemy.schema import CreateSchema
 
 from sqla_durable import ConfigurationError, ReceiptMixin, RunMixin, Runs, StatusMachine, TransactionEnded
 from tests.support_models import JobStatus, definitions, drive, job_machine, jobs, leave, lifecycle, make_effects
@@ -89,7 +90,7 @@ CONVENTIONS: dict[str, tuple[dict[str, Any] | None, set[str], set[str]]] = {
     "constraint names everywhere": (
         {kind: f"{kind}__%(table_name)s__%(constraint_name)s" for kind in ("ix", "uq", "ck", "fk")},
         {"job_pkey", "ck__job__status_values", "ck__job__lease", "ix__job__available_at", "ix__job__started_at"},
-        {"job_step_pkey", "ck__job_step__outcome", "fk__job_step__run", "fk__job_step__unsealed"},
+        {"job_step_pkey", "ck__job_step__outcome", "fk__job_step__job_id", "fk__job_step__unsealed_job_id"},
     ),
     "all columns, upper case": (
         {
@@ -182,9 +183,8 @@ def test_every_verb_on_a_table_whose_name_has(bare: Engine, name: str, key: str)
 
 @pytest.mark.parametrize("name", ["Mixed Case", "100% app", 'with "quotes"', "my.app"])
 def test_every_verb_in_a_schema_named(bare: Engine, name: str) -> None:
-    quoted = name.replace('"', '""')
     with bare.begin() as connection:
-        connection.exec_driver_sql(f'CREATE SCHEMA "{quoted}"')
+        connection.execute(CreateSchema(name))
     drive(bare, *classes(schema=name, table="Job"))
 
 
@@ -206,22 +206,22 @@ class Job(RunMixin, Renamed):
     fence: Mapped[int] = mapped_column("run_fence", BigInteger, nullable=False, server_default="0")
     attempts: Mapped[int] = mapped_column("run (attempts)", Integer, nullable=False, server_default="0")
     lease_owner: Mapped[str | None] = mapped_column("holder:name", String)
-    lease_expires_at: Mapped[Any] = mapped_column("expires%", DateTime(timezone=True))
+    lease_expires_at: Mapped[Any | None] = mapped_column("expires%", DateTime(timezone=True))
     available_at: Mapped[Any] = mapped_column(
         "due", DateTime(timezone=True), nullable=False, server_default=text("now()")
     )
-    cancel_requested_at: Mapped[Any] = mapped_column("cancel", DateTime(timezone=True))
-    error: Mapped[Any] = mapped_column("ERROR", JSONB(none_as_null=True))
+    cancel_requested_at: Mapped[Any | None] = mapped_column("cancel", DateTime(timezone=True))
+    error: Mapped[Any | None] = mapped_column("ERROR", JSONB(none_as_null=True))
     failures: Mapped[Any] = mapped_column("all.failures", JSONB, nullable=False, server_default=text("'[]'"))
-    started_at: Mapped[Any] = mapped_column("started", DateTime(timezone=True))
-    finished_at: Mapped[Any] = mapped_column("fence", DateTime(timezone=True))  # another attribute's name
+    started_at: Mapped[Any | None] = mapped_column("started", DateTime(timezone=True))
+    finished_at: Mapped[Any | None] = mapped_column("fence", DateTime(timezone=True))  # another attribute's name
 
 
 class JobStep(ReceiptMixin[Job], Renamed):
     __tablename__ = "job_step"
     step: Mapped[str] = mapped_column("step key", String(200), primary_key=True)
     outcome: Mapped[str | None] = mapped_column("how it went", String(20))
-    result: Mapped[Any] = mapped_column("step", JSONB(none_as_null=True))  # another attribute's name
+    result: Mapped[Any | None] = mapped_column("step", JSONB(none_as_null=True))  # another attribute's name
     fence: Mapped[int] = mapped_column("run_fence", BigInteger, nullable=False)
     unsealed: Mapped[str | None] = mapped_column("open?", String(200))
 
@@ -278,14 +278,14 @@ def test_a_second_machine_on_the_model_is_the_users_own_matter(bare: Engine) -> 
     class Base(DeclarativeBase):
         pass
 
-    review = job_machine()
+    reviews = job_machine()
 
     class Task(RunMixin, Base):
         __tablename__ = "task"
         __lifecycle__ = lifecycle()
         id: Mapped[int] = mapped_column(primary_key=True)
         status: Mapped[JobStatus] = jobs.column()
-        review: Mapped[JobStatus] = review.column("review_state")
+        review: Mapped[JobStatus] = reviews.column("review_state")
 
     class TaskStep(ReceiptMixin[Task], Base):
         __tablename__ = "task_step"
@@ -293,7 +293,7 @@ def test_a_second_machine_on_the_model_is_the_users_own_matter(bare: Engine) -> 
     driver = drive(bare, Task, TaskStep)
     ident = driver.add()
     with driver.factory.begin() as session:
-        assert review.transition(session, (Task, ident), JobStatus.READY)
+        assert reviews.transition(session, (Task, ident), JobStatus.READY)
     assert driver.row(ident)["review"] is JobStatus.READY
     assert driver.status(ident) is JobStatus.READY
     assert driver.row(ident)["lease_owner"] is None

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Ending, LostLease, Runs
 from tests.support import (
+    Background,
     Entry,
     Plan,
     PlanStatus,
@@ -21,6 +22,7 @@ from tests.support import (
     entries,
     let_lapse,
     plan_statuses,
+    wait_until_blocked,
 )
 from tests.support_forms import FORMS, Form
 
@@ -295,6 +297,22 @@ def test_a_resumed_run_can_be_carried_to_its_end(
     assert outcome.ending is Ending.LANDED
     assert [(receipt.step, receipt.fence) for receipt in outcome.receipts] == [("first", 1), ("only", 1)]
     assert entries(engine) == ["first", "late"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_two_copies_of_a_lease_may_resume_a_reaped_run_at_once(
+    engine: Engine, session_factory: sessionmaker[Session], others: Runs[Plan], form: Form, verb: str
+) -> None:
+    run = held(form, session_factory)
+    reaped_to_ready(others, session_factory, run)
+    with session_factory.begin() as session:
+        others.fence(session, run.lease)
+        late = Background(lambda: VERBS[verb](form, run))
+        # A heartbeat does not wait, and sees a run that its own lease may still resume.
+        wait_until_blocked(engine, 0 if verb == "renew" else 1)
+    late.result()
+    assert column(engine, run.lease.identity[0], "status") is ENDS.get(verb, PlanStatus.EXECUTING)
+    assert column(engine, run.lease.identity[0], "fence") == 1
 
 
 def test_a_resumed_run_cannot_be_claimed_by_another(

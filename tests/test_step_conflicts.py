@@ -244,7 +244,7 @@ def test_a_step_of_another_run_inside_a_body_is_its_own_transaction(
 def test_a_result_that_would_not_come_back_equal_undoes_the_effect_and_leaves_no_receipt(
     engine: Engine, plans: Runs[Plan], run: Run[Plan], result: Any
 ) -> None:
-    def body(session: Session):  # type: ignore[no-untyped-def]  # noqa: ANN202  without an annotation: plain JSON
+    def body(session: Session):  # type: ignore[no-untyped-def]
         write_entry(session, "never")
         return result
 

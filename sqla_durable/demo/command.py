@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -37,8 +38,7 @@ def demo(
     1: it is not. 2: the demo could not be held.
     """
     with needing("demo"):
-        import psycopg  # noqa: F401, PLC0415
-
+        import_module("psycopg")  # which SQLAlchemy would import too late for the message
         from sqla_durable.demo.performance import perform  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, _end)

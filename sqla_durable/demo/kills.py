@@ -17,8 +17,8 @@ from sqla_durable.demo.watch import Sight, Watch
 _PATIENCE = 60.0
 _BETWEEN_LOOKS = 0.003
 _LONGER_THAN_A_STEP = 0.03
-_LANDING = 0.002
-_SLICE = 0.0005
+_LANDING = 0.001
+_SLICE = 0.0002
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def instants(kills: int, steps: int, chance: Random) -> list[Instant]:
     :param chance: the source of chance; the same seed chooses the same instants.
     """
     landing = 0 if kills <= 1 else 1 if kills < 5 else 2  # noqa: PLR2004
-    anywhere = sorted(chance.randrange(steps) for _ in range(kills - landing))
+    anywhere = sorted(chance.randrange(max(1, steps - 2)) for _ in range(kills - landing))
     return [
         *(Instant(done, chance.uniform(0, _LONGER_THAN_A_STEP)) for done in anywhere),
         *(Instant(steps, chance.uniform(0, _LANDING)) for _ in range(landing)),

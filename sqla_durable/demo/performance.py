@@ -38,7 +38,7 @@ def perform(file: Path | None, kills: int, seed: int) -> bool:
         engine = create_engine(url)
         try:
             create_tables(url, folder)
-            ident = _approved(engine, plan)
+            ident = approved(engine, plan)
             show.approved(plan, kills, seed)
             watch = Watch(engine, ident)
             killer = Killer(watch, plan.actions, lambda number: Process(url, ident, folder, number), show)
@@ -54,7 +54,7 @@ def perform(file: Path | None, kills: int, seed: int) -> bool:
     return sight.status is PlanStatus.EXECUTED and not any(tally.faults for tally in tallies)
 
 
-def _approved(engine: Engine, plan: PlanFile) -> UUID:
+def approved(engine: Engine, plan: PlanFile) -> UUID:
     """Fill the tables, and approve the plan: a conditional transition, won or lost."""
     with Session(engine) as session, session.begin():
         session.add_all(

@@ -68,9 +68,11 @@ class Process:
         return code is not None
 
     def freeze(self) -> None:
-        """Stop the process where it is, so that this place can be looked at before the kill."""
+        """Stop every thread of the process where it is, so that this place can be looked at before the kill."""
         if sys.platform != "win32":
             self._popen.send_signal(signal.SIGSTOP)
+            # Until it has stopped, or ended; which of them is left for poll() to find.
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Let the process go on."""

@@ -140,14 +140,13 @@ class Show:
                 self._print(Text(f"✗ {tally.what}: {fault}", "bold red"))
         if sight.error is not None:
             self._print(Text(f"✗ the plan ended as {sight.status.value}: {sight.error}", "bold red"))
-        places = Counter("inside a transaction" if kill.inside else "outside" for kill in kills)
-        spread = ", ".join(f"{number} {place}" for place, number in sorted(places.items(), reverse=True))
-        killed = f"{_many(len(kills), 'kill')} ({spread})" if kills else "no kills"
-        how = f"{killed}, {_many(sight.attempts, 'attempt')}, fence {sight.fence}"
+        inside = sum(kill.inside for kill in kills)
+        survived = f"{_many(len(kills), 'kill')}, {inside} of them inside a transaction; " if kills else ""
+        how = f"{survived}{_many(sight.attempts, 'attempt')}, fence {sight.fence}"
         if sight.error is None and not any(tally.faults for tally in tallies):
-            self._print(Text(f"✓ {how}: every effect is there exactly once.", "bold green"))
+            self._print(Text(f"✓ Every effect is there exactly once: {how}.", "bold green"))
         else:
-            self._print(Text(f"✗ {how}: see above.", "bold red"))
+            self._print(Text(f"✗ Not as planned: {how}.", "bold red"))
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True, highlight=False)

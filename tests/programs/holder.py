@@ -56,7 +56,6 @@ def main(url: str, place: str) -> None:
         target = UUID(message["ident"])
     outcome = errands.execute(target, carry_out)
     say([outcome.ending.value, outcome.status.value, type(outcome.exception).__name__])
-    import traceback; outcome.exception and traceback.print_exception(outcome.exception)
 
 
 if __name__ == "__main__":

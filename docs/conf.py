@@ -1,0 +1,62 @@
+"""How these pages are built: ``sphinx-build -W -n -b html docs <out>``. No network is needed."""
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+DOCS = Path(__file__).parent
+PROJECT: dict[str, Any] = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+sys.path.insert(0, str(DOCS.parent))
+
+project = PROJECT["name"]
+version = release = PROJECT["version"]
+copyright = PROJECT["authors"][0]["name"]  # noqa: A001 - Sphinx's name for it
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.intersphinx", "myst_parser"]
+exclude_patterns = ["examples", "_inventories", "_build"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+python_use_unqualified_type_names = True
+
+# What these pages refer to is listed in files of our own, in the plain format that Sphinx still reads: the pages build
+# in the same way with and without a network. A new reference needs a line there.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3/", "_inventories/python.inv"),
+    "sqlalchemy": ("https://docs.sqlalchemy.org/en/20/", "_inventories/sqlalchemy.inv"),
+}
+
+# SQLAlchemy documents these under another name than that of the module they are defined in.
+PUBLIC_NAMES = {
+    "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
+    "sessionmaker": "sqlalchemy.orm.sessionmaker",
+    "sqlalchemy.ext.asyncio.session.AsyncSession": "sqlalchemy.ext.asyncio.AsyncSession",
+    "sqlalchemy.orm.properties.MappedColumn": "sqlalchemy.orm.MappedColumn",
+    "sqlalchemy.orm.session.Session": "sqlalchemy.orm.Session",
+    "sqlalchemy.sql.elements.ColumnElement": "sqlalchemy.sql.expression.ColumnElement",
+    "sqlalchemy.sql.schema.Column": "sqlalchemy.schema.Column",
+}
+
+# Type variables and parameter specifications have no page to lead to.
+nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|ResultT|P\.args|P\.kwargs)")]
+
+
+def use_public_names(_: Sphinx, doctree: nodes.document) -> None:
+    """Let references lead to the names that SQLAlchemy documents."""
+    for reference in doctree.findall(pending_xref):
+        reference["reftarget"] = PUBLIC_NAMES.get(reference["reftarget"], reference["reftarget"])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("doctree-read", use_public_names)

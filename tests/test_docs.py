@@ -1,0 +1,264 @@
+"""What the README and the pages show is true: code runs, SQL is what is sent, commands exist, pages build."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.orm import Session
+
+import sqla_durable
+from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, claim, fence, receipt, step
+from sqla_durable.receipt import ReceiptRows
+from sqla_durable.run import RunRows
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    line: int
+    text: str
+
+    @property
+    def file(self) -> Path | None:
+        """The example that the block shows, named in its first line."""
+        found = re.match(r"# (\w+\.py)\n", self.text)
+        return EXAMPLES / found[1] if found else None
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    all_of_them = [Block(match[1], text.count("\n", 0, match.start(2)), match[2]) for match in found]
+    return [block for block in all_of_them if block.language == language]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page, language)]
+
+
+@pytest.fixture
+def workplace(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty database in ``DATABASE_URL``, the examples at hand, and every engine put away afterwards."""
+    before = set(sys.modules)
+    monkeypatch.setenv("DATABASE_URL", empty_url)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES), str(ROOT)]))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(EXAMPLES)
+    yield
+    for name in set(sys.modules) - before:
+        module = sys.modules[name]
+        if name == "page" or Path(getattr(module, "__file__", None) or "").parent == EXAMPLES:
+            for value in vars(module).values():
+                if isinstance(value, Engine):
+                    value.dispose()
+            del sys.modules[name]
+
+
+def run_program(*arguments: str) -> None:
+    """Run Python as a reader would, and show what it printed if it fails."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# code
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=named)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, workplace: None) -> None:
+    module = ModuleType("page")
+    sys.modules["page"] = module
+    for block in blocks(page, "python"):
+        if block.file is None:  # else it runs below, as a program
+            code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
+            exec(code, vars(module))
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=named)
+def test_a_file_that_a_page_shows_is_an_example_word_for_word(page: Path) -> None:
+    shown = [block for block in blocks(page, "python") if block.file is not None]
+    for block in shown:
+        assert block.file is not None
+        assert block.file.read_text() == block.text
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: str(example.name))
+def test_an_example_runs_as_a_program(example: Path, workplace: None) -> None:
+    runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if example.stem.startswith("test_") else []
+    run_program(*runner, str(example))
+
+
+# SQL
+
+
+def with_constants(sql: str, constants: Mapping[str, Any]) -> str:
+    """The text of a statement with its constants in place, and ``:name`` for what is bound when it is executed."""
+    for name, value in constants.items():
+        constant = "NULL" if value is None else f"'{value}'" if isinstance(value, str) else str(value)
+        sql = sql.replace(f"%({name})s", constant)
+    return re.sub(r"%\(durable_(\w+)\)s", r":\1", sql)
+
+
+def compiled(engine: Engine, statement: Any) -> str:
+    result = statement.compile(engine)
+    return with_constants(str(result), {name: bind.value for name, bind in result.binds.items() if not bind.required})
+
+
+def plain(sql: str) -> str:
+    """SQL without casts of parameters and differences in white space."""
+    sql = re.sub(r"::(TIMESTAMP WITH TIME ZONE|\w+)(\[\])?", "", sql)
+    sql = re.sub(r"\s*([(),=])\s*", r"\1", sql)
+    return " ".join(sql.split())
+
+
+@pytest.fixture
+def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
+    """What the library sends for the plan of the tutorial."""
+    models: Any = importlib.import_module("plan_models")
+    runs, receipts = RunRows(models.Plan), ReceiptRows(models.PlanStep)
+    engine = create_engine(database_url)
+    models.Base.metadata.create_all(engine)
+    statements = {
+        "claim one": claim.claim_one(runs, run_now=False),
+        "open": step.opens(runs, receipts),
+        "seal": receipt.sealing(receipts),
+        "record": step.records(runs, receipts),
+        "land": fence.land(runs, runs.lifecycle.done, {}, failed=False),
+    }
+    shown = {name: compiled(engine, statement) for name, statement in statements.items()}
+
+    def note(*arguments: Any) -> None:
+        _, _, sql, parameters, *_ = arguments
+        constants = {name: value for name, value in parameters.items() if not name.startswith("durable_")}
+        shown.setdefault("transition", with_constants(sql, constants))
+
+    event.listen(engine, "before_cursor_execute", note)
+    with Session(engine) as session:
+        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED)
+    yield shown
+    engine.dispose()
+
+
+@pytest.mark.parametrize("page", pages_with("sql"), ids=named)
+def test_the_sql_of_a_page_is_what_the_library_sends(page: Path, sent: dict[str, str]) -> None:
+    for block in blocks(page, "sql"):
+        title, *parts = re.split(r"^\s*-- (?:\.\.\.)?", block.text.removeprefix("-- "), flags=re.MULTILINE)
+        title, _, first = title.partition("\n")
+        rest = plain(sent[title])
+        for part in map(plain, [first, *parts]):
+            assert part in rest, f"{page.name}, {title!r}: {part}\nis not in\n{rest}"
+            rest = rest.partition(part)[2]
+        assert "-- ..." in block.text or not rest, f"{page.name} leaves out the end of {title!r}: {rest}"
+
+
+# commands
+
+
+def commands() -> list[tuple[str, str]]:
+    lines = [(page, line) for page in PAGES for block in blocks(page, "console") for line in block.text.splitlines()]
+    given = [(named(page), line.removeprefix("$ ")) for page, line in lines if line.startswith("$ ")]
+    return [(page, part) for page, line in given for part in line.split(" && ")]
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
+    words = command.split()
+    match words:
+        case ["pip", "install", "-e", extra]:
+            named_extras = re.fullmatch(r'"\.\[([\w,]+)\]"', extra)
+            assert named_extras is not None
+            assert set(named_extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+        case ["sqla-durable", subcommand, *_]:
+            target: str = PROJECT["scripts"]["sqla-durable"]
+            module, function = target.split(":")
+            assert callable(getattr(importlib.import_module(module), function))
+            help_of_it = [sys.executable, "-m", module, subcommand, "--help"]
+            assert subprocess.run(help_of_it, capture_output=True, timeout=60, check=False).returncode == 0
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module) is not None
+        case ["python", "-i", "-c", *_]:
+            compile(command.split('"')[1], page, "exec")
+        case ["pytest" | "ruff" | "mypy" | "pyright" | "lint-imports" | "sphinx-build" | "pre-commit" as tool, *_]:
+            package = {"lint-imports": "import-linter", "sphinx-build": "sphinx"}.get(tool, tool)
+            assert any(requirement.startswith(package) for requirement in PROJECT["optional-dependencies"]["dev"])
+        case ["export", *_] | ["alembic", *_]:
+            pass
+        case _:
+            pytest.fail(f"{page} shows {command!r}; say in this test how such a command is checked")
+
+
+def test_the_readme_shows_the_two_commands() -> None:
+    shown = "".join(block.text for block in blocks(ROOT / "README.md", "console"))
+    assert 'pip install -e ".[demo]" && sqla-durable demo\n' in shown
+    assert 'pip install -e ".[dev]" && pytest\n' in shown
+
+
+# docstrings
+
+
+def public_things() -> list[tuple[str, Any]]:
+    from sqla_durable.asyncio import AsyncRun, AsyncRuns
+
+    members = [
+        (f"{owner.__name__}.{name}", member)
+        for owner in (Runs, Run, AsyncRuns, AsyncRun, StatusMachine, Lifecycle, Retry)
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_") and (callable(member) or isinstance(member, property))
+    ]
+    return [(name, getattr(sqla_durable, name)) for name in sqla_durable.__all__] + members
+
+
+@pytest.mark.parametrize(("name", "thing"), public_things(), ids=lambda value: value if isinstance(value, str) else "")
+def test_what_is_public_says_in_a_sentence_what_it_is(name: str, thing: Any) -> None:
+    first = (inspect.getdoc(thing) or "").split("\n\n")[0]
+    assert re.match(r"[A-Z`]", first), f"{name} begins with {first!r}"
+    assert re.search(r"[.:]$", first), f"{name} begins with {first!r}"
+
+
+# pages
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sphinx", reason="the extra dev has Sphinx; without it there is nothing to build with")
+    out = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", str(DOCS), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_pages_build_without_a_warning(built: Path) -> None:
+    assert (built / "index.html").exists()
+
+
+def test_the_reference_has_every_public_name(built: Path) -> None:
+    pages = "".join(page.read_text() for page in (built / "reference").glob("*.html"))
+    missing = [name for name in sqla_durable.__all__ if f'id="sqla_durable.{name}"' not in pages]
+    assert not missing

@@ -1,0 +1,288 @@
+"""What becomes of runs without a living holder: reaped or healed, by precedence, and given another life."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable import LostLease, RetryableError, Run, Runs, StepFailed, UsageError
+from sqla_durable.fence import HISTORY
+from sqla_durable.testing import lapse
+from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, entries, let_lapse, write_entry
+from tests.support_jobs import JobStatus, OneShot, OneShotStep, add_jobs
+
+
+@pytest.fixture
+def plans(session_factory: sessionmaker[Session]) -> Runs[Plan]:
+    return Runs(session_factory, Plan, PlanStep, owner="the holder")
+
+
+def lapsed_plan(factory: sessionmaker[Session], plans: Runs[Plan], **values: Any) -> Run[Plan]:
+    run = plans.claim(approved_plan(factory))
+    assert run is not None
+    ident = run.lease.identity[0]
+    let_lapse(factory, ident)
+    if values:
+        with factory.begin() as session:
+            session.execute(update(Plan).where(Plan.id == ident).values(**values))
+    return run
+
+
+def the_plan(engine: Engine, ident: object) -> Plan:
+    with Session(engine, expire_on_commit=False) as session:
+        return session.get_one(Plan, ident)
+
+
+# lapsed, and what becomes of it
+
+
+def test_a_lapsed_run_is_ready_again_and_says_why(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = lapsed_plan(session_factory, plans).lease.identity[0]
+    assert plans.reap() == 1
+    plan = the_plan(engine, ident)
+    assert (plan.status, plan.fence, plan.attempts) == (PlanStatus.APPROVED, 1, 1)
+    assert (plan.lease_expires_at, plan.lease_owner, plan.finished_at) == (None, "the holder", None)
+    assert plan.error is not None
+    assert plan.error["type"] == "LeaseLapsed"
+    assert plan.error["message"].startswith("the lease of the holder lapsed at ")
+    assert plan.error["message"].endswith(", in attempt 1")
+
+
+def test_a_run_whose_lease_lasts_is_left_alone(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory)
+    assert plans.claim(ident) is not None
+    assert plans.reap() == 0
+    assert plans.heal(ident) is False
+    assert column(engine, ident, "status") is PlanStatus.EXECUTING
+
+
+@pytest.mark.parametrize("status", [PlanStatus.EXECUTED, PlanStatus.FAILED])
+def test_an_ended_run_is_left_alone(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], status: PlanStatus
+) -> None:
+    run = lapsed_plan(session_factory, plans)
+    run.finish() if status is PlanStatus.EXECUTED else run.fail(ValueError("no stock"))
+    assert plans.heal(run.lease.identity[0]) is False
+    assert plans.reap() == 0
+
+
+def test_healing_what_does_not_exist_is_false(plans: Runs[Plan]) -> None:
+    assert plans.heal(uuid4()) is False
+
+
+def test_reading_a_run_heals_it(session_factory: sessionmaker[Session], plans: Runs[Plan]) -> None:
+    ident = lapsed_plan(session_factory, plans).lease.identity[0]
+    plan = plans.get(ident)
+    assert plan is not None
+    assert plan.status is PlanStatus.APPROVED
+    assert plans.get(uuid4()) is None
+
+
+def test_those_started_first_are_reaped_first_and_no_more_than_asked(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    idents = [lapsed_plan(session_factory, plans).lease.identity[0] for _ in range(4)]
+    with engine.begin() as connection:
+        for age, ident in zip((1, 3, 2, 4), idents, strict=True):
+            started = func.now() - timedelta(hours=age)
+            connection.execute(update(Plan).where(Plan.id == ident).values(started_at=started))
+    assert plans.reap(2) == 2
+    assert [column(engine, ident, "status") for ident in idents] == [
+        PlanStatus.EXECUTING,
+        PlanStatus.APPROVED,
+        PlanStatus.EXECUTING,
+        PlanStatus.APPROVED,
+    ]
+    assert plans.reap() == 2
+
+
+def test_a_lifecycle_that_says_so_fails_a_lapsed_run_for_good(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    jobs: Runs[OneShot] = Runs(session_factory, OneShot, OneShotStep)
+    (ident,) = add_jobs(engine, OneShot, 1)
+    run = jobs.claim(ident)
+    assert run is not None
+    with session_factory.begin() as session:
+        lapse(session, OneShot, ident)
+    assert jobs.claim(ident) is None
+    job = jobs.get(ident)
+    assert job is not None
+    assert (job.status, job.lease_owner, job.finished_at is None) == (JobStatus.FAILED, None, False)
+    with pytest.raises(LostLease):
+        run.finish()
+
+
+SPENT, ASKED = {"attempts": 3}, {"cancel_requested_at": func.now()}
+
+
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        ({}, PlanStatus.APPROVED),
+        ({"attempts": 2}, PlanStatus.APPROVED),
+        (SPENT, PlanStatus.DEAD),
+        (ASKED, PlanStatus.CANCELLED),
+        ({**SPENT, **ASKED}, PlanStatus.CANCELLED),
+    ],
+    ids=["lapse", "one attempt left", "spent", "asked to cancel", "spent and asked to cancel"],
+)
+def test_a_cancel_request_outweighs_spent_attempts_and_those_a_lapse(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], values: Any, status: PlanStatus
+) -> None:
+    ident = lapsed_plan(session_factory, plans, **values).lease.identity[0]
+    assert plans.heal(ident)
+    plan = the_plan(engine, ident)
+    assert plan.status is status
+    assert (plan.finished_at is None) == (status is PlanStatus.APPROVED)
+    assert (plan.lease_owner is None) == (status is not PlanStatus.APPROVED)
+
+
+def test_a_run_that_loses_its_process_each_time_is_dead_after_its_last_attempt(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory)
+    starts = 0
+    while plans.claim(ident) is not None:
+        starts += 1
+        let_lapse(session_factory, ident)
+    plan = the_plan(engine, ident)
+    assert (starts, plan.status, plan.attempts, plan.fence) == (3, PlanStatus.DEAD, 3, 3)
+    assert plan.error is not None
+    assert "in attempt 3" in plan.error["message"]
+    assert [failure["attempt"] for failure in plan.failures] == [1, 2, 3]
+
+
+# failures remembered
+
+
+def test_a_runs_failures_are_remembered_up_to_twenty_without_their_tracebacks(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory)
+    for attempt in range(1, HISTORY + 4):
+        with session_factory.begin() as session:
+            session.execute(update(Plan).values(attempts=0))
+
+        def fail(run: Run[Plan], attempt: int = attempt) -> None:
+            raise RetryableError(f"attempt {attempt}")
+
+        plans.execute(ident, fail, run_now=True)
+    failures = column(engine, ident, "failures")
+    assert HISTORY == 20
+    assert [failure["message"] for failure in failures] == [f"attempt {n}" for n in range(4, HISTORY + 4)]
+    assert {frozenset(failure) for failure in failures} == {frozenset({"attempt", "at", "type", "message"})}
+    assert "traceback" in column(engine, ident, "error")
+
+
+# requeued
+
+
+def fail_at_second_step(run: Run[Plan]) -> None:
+    run.step("first", write_entry, "a")
+    run.step("second", raise_out_of_stock)
+
+
+def raise_out_of_stock(session: Session) -> None:
+    raise ValueError("no stock")
+
+
+def test_a_requeued_run_keeps_its_fence_and_successes_and_forgets_its_failed_receipts(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory, note="kept")
+    assert plans.execute(ident, fail_at_second_step).status is PlanStatus.FAILED
+    assert [receipt.step for receipt in plans.receipts(ident)] == ["first", "second"]
+    assert plans.requeue(ident) is True
+    plan = the_plan(engine, ident)
+    assert (plan.status, plan.fence, plan.attempts, plan.note) == (PlanStatus.APPROVED, 1, 0, "kept")
+    cleared = "lease_owner", "lease_expires_at", "cancel_requested_at", "error", "started_at", "finished_at"
+    assert [getattr(plan, name) for name in cleared] == [None] * 6
+    assert [failure["message"] for failure in plan.failures] == ["no stock"]
+    assert [receipt.step for receipt in plans.receipts(ident)] == ["first"]
+
+    def carry_out(run: Run[Plan]) -> None:
+        run.step("first", write_entry, "again")
+        run.step("second", write_entry, "b")
+
+    outcome = plans.execute(ident, carry_out)
+    assert outcome.status is PlanStatus.EXECUTED
+    assert entries(engine) == ["a", "b"]
+    assert column(engine, ident, "fence") == 2
+
+
+def test_a_requeued_run_is_due_at_once(session_factory: sessionmaker[Session], plans: Runs[Plan]) -> None:
+    ident = approved_plan(session_factory)
+    plans.execute(ident, fail_at_second_step)
+    with session_factory.begin() as session:
+        session.execute(update(Plan).values(available_at=func.now() + timedelta(days=1)))
+    assert plans.requeue(ident)
+    assert plans.claim(ident) is not None
+
+
+@pytest.mark.parametrize("verb", ["finish", "none", "claim"])
+def test_only_a_run_in_a_status_named_for_it_is_requeued(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], verb: str
+) -> None:
+    ident = approved_plan(session_factory)
+    if verb != "none":
+        run = plans.claim(ident)
+        assert run is not None
+        if verb == "finish":
+            run.finish()
+    before = the_plan(engine, ident).status
+    assert plans.requeue(ident) is False
+    assert column(engine, ident, "status") is before
+
+
+def test_a_run_that_is_not_requeued_keeps_its_failed_receipts(
+    session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    run = plans.claim(ident := approved_plan(session_factory))
+    assert run is not None
+    with pytest.raises(ValueError, match="no stock"):
+        run.step("only", raise_out_of_stock)
+    run.release()
+    assert plans.requeue(ident) is False
+    again = plans.claim(ident)
+    assert again is not None
+    with pytest.raises(StepFailed):
+        again.step("only", raise_out_of_stock)
+
+
+def test_a_lifecycle_without_requeue_says_what_to_add(engine: Engine, session_factory: sessionmaker[Session]) -> None:
+    jobs: Runs[OneShot] = Runs(session_factory, OneShot, OneShotStep)
+    with pytest.raises(UsageError, match=r"names no status to requeue from; add Lifecycle\(requeue=\{...\}\)"):
+        jobs.requeue(1)
+
+
+def test_executing_an_ended_run_never_requeues_it(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory)
+    plans.execute(ident, fail_at_second_step)
+    again = plans.execute(ident, lambda run: pytest.fail("an ended run ran"))
+    assert (again.status, again.replayed) == (PlanStatus.FAILED, True)
+    assert column(engine, ident, "fence") == 1
+
+
+# what the user's columns see of it
+
+
+def test_reaping_touches_no_column_of_the_users(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident: UUID = lapsed_plan(session_factory, plans, note="mine", actions=["a"]).lease.identity[0]
+    assert plans.reap() == 1
+    with engine.connect() as connection:
+        assert connection.execute(select(Plan.note, Plan.actions).where(Plan.id == ident)).one() == ("mine", ["a"])
+        assert connection.scalar(text("SELECT count(*) FROM plan")) == 1
