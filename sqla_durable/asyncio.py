@@ -1,6 +1,6 @@
 """The same over asyncio: :class:`AsyncRuns` and :class:`AsyncRun`.
 
-Every verb is the one of :mod:`sqla_durable.verbs`, run as :meth:`~sqlalchemy.ext.asyncio.AsyncSession.run_sync` runs
+Every verb is the one of the synchronous form, run as :meth:`~sqlalchemy.ext.asyncio.AsyncSession.run_sync` runs
 its function: there is no second copy of any statement. This module needs greenlet, which the ``asyncio`` extra brings.
 """
 
@@ -254,6 +254,8 @@ class _Watch:
 
 class _AsyncSessions:
     """Sessions for :class:`.Store` from an asyncio sessionmaker."""
+
+    driver = "psycopg_async"
 
     def __init__(self, factory: async_sessionmaker[Any]) -> None:
         if not isinstance(cast(object, factory), async_sessionmaker):

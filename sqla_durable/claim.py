@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, Integer, String, Update, select
+from sqlalchemy import Column, String, Update, select
 
 from sqla_durable import clock
-from sqla_durable.rows import AnySelect, bound
+from sqla_durable.rows import AnySelect, bound, limit
 from sqla_durable.run import RunRows
 
 
@@ -31,7 +31,7 @@ def claim_due(runs: RunRows[Any]) -> AnySelect:
     """
     due = runs.available_at <= clock.now()
     locking = runs.lock(runs.in_status(runs.lifecycle.ready), due, skip_locked=True)
-    locking = locking.order_by(runs.available_at, *runs.key).limit(bound("limit", Integer()))
+    locking = locking.order_by(runs.available_at, *runs.key).limit(limit())
     claimed = (
         runs.update(locking, _claimed(runs))
         .returning(*runs.key, runs.fence, runs.attempts, runs.available_at)

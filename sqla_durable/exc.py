@@ -74,7 +74,7 @@ class ReceiptMismatch(UsageError):
 
 
 class HolderError(DurableError):
-    """This holder may not go on with its run; :attr:`lease` says which."""
+    """This holder may not go on with its run; ``lease`` says which."""
 
     def __init__(self, message: str, lease: Lease) -> None:
         super().__init__(message, lease)
@@ -93,7 +93,7 @@ class Cancelled(HolderError):
 
 
 class StepFailed(DurableError):
-    """A replayed step had failed for good; :attr:`failure` is what was recorded then."""
+    """A replayed step had failed for good; ``failure`` is what was recorded then."""
 
     def __init__(self, step: str, failure: Failure) -> None:
         super().__init__(step, failure)

@@ -17,8 +17,9 @@ def needing(extra: str) -> Generator[None]:
     try:
         yield
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == __package__:
+        package = (error.name or "").partition(".")[0]
+        if package == __package__:
             raise
         # Not only missing ones: psycopg without its extra is there, and finds no libpq.
-        what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+        what = f"{package} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
         sys.exit(f'{what}; run: pip install "sqla_durable[{extra}]"')

@@ -75,6 +75,7 @@ class Heartbeat:
                         on_lost()
         except Exception:  # noqa: BLE001 - a hook of the user's may raise anything, and the next beat may succeed
             _log.warning("a heartbeat failed and will be tried again", exc_info=True)
+            engine.dispose()
 
     def _own_engine(self) -> Engine:
         engine = self._store.engine

@@ -27,7 +27,6 @@ from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
-from sqla_durable.sqlstate import translated
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
 
@@ -54,6 +53,7 @@ class Holder(Generic[RunT]):
         self.status: StrEnum = self.store.runs.lifecycle.running
         self.lost: DurableError | None = None
         self.ended = False
+        self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
 
@@ -153,7 +153,7 @@ class Holder(Generic[RunT]):
         self.refuse_lost()
         if (outer := _inside.get()) is not None and outer[0] is self:
             return
-        with translated(), self.store.autocommit_engine.connect() as connection:
+        with self.store.autocommit() as connection:
             self.beat(connection)
         self.refuse_lost()
 
@@ -162,7 +162,8 @@ class Holder(Generic[RunT]):
         if self.lost is not None:
             return False
         row = self.store.beat.first(connection, self.store.parameters(self.lease))
-        if self.ended:
+        # A landing of this holder's own that has committed, but has not been answered yet, looks like a lost lease.
+        if self.ended or self._ending:
             return False
         if row is None or not (row.held or row.renewed):
             self.note(self.store.lost(connection, self.lease))
@@ -230,14 +231,17 @@ class Holder(Generic[RunT]):
         error = {} if failure is None else {"error": json.dumps(failure.to_json())}
         key = self.store.runs.parameters(self.lease.identity)
         parameters = {**key, **arguments(fence=self.lease.fence, **error)}
+        self._ending = True
         try:
             row = self.store.write(
                 self.lease, lambda connection: connection.execute(statement, parameters).one_or_none()
             )
+            self._show(row)
         except (LostLease, Cancelled) as lost:
             self.note(lost)
             raise
-        self._show(row)
+        finally:
+            self._ending = False
 
     def _show(self, row: AnyRow) -> None:
         runs = self.store.runs

@@ -48,7 +48,7 @@ class Machine(Generic[StatusT]):
         self.check_status(from_)
         self.check_status(to)
         if to not in self.transitions[from_]:
-            allowed = _names(self.transitions[from_]) or "nothing, it is terminal"
+            allowed = names_of(self.transitions[from_]) or "nothing, it is terminal"
             raise UndeclaredTransition(
                 f"{self.statuses.__name__} has no edge {from_.value} -> {to.value}; "
                 f"from {from_.value} it may go to {allowed}. Declare the edge in transitions=."
@@ -58,7 +58,7 @@ class Machine(Generic[StatusT]):
         """Raise :class:`.UndeclaredTransition` unless ``status`` is a member of this machine's enumeration."""
         if not isinstance(status, self.statuses):
             raise UndeclaredTransition(
-                f"{status!r} is not a status of {self.statuses.__name__}; it has {_names(self.statuses)}."
+                f"{status!r} is not a status of {self.statuses.__name__}; it has {names_of(self.statuses)}."
             )
 
     def to_mermaid(self) -> str:
@@ -89,7 +89,7 @@ class Machine(Generic[StatusT]):
             if not isinstance(status, self.statuses):
                 raise ConfigurationError(
                     f"{role} {status!r}, which is not a status of {self.statuses.__name__}; "
-                    f"it has {_names(self.statuses)}."
+                    f"it has {names_of(self.statuses)}."
                 )
         for from_, to in edges:
             if from_ is to:
@@ -102,7 +102,7 @@ class Machine(Generic[StatusT]):
         reached = _closure({self.initial}, self.transitions)
         if lost := set(self.statuses) - reached:
             raise ConfigurationError(
-                f"{_names(lost)} of {self.statuses.__name__} cannot be reached from {self.initial.value}; "
+                f"{names_of(lost)} of {self.statuses.__name__} cannot be reached from {self.initial.value}; "
                 "declare an edge that leads there, or remove the status."
             )
 
@@ -110,7 +110,7 @@ class Machine(Generic[StatusT]):
         backwards = {status: self.sources(status) for status in self.statuses}
         if endless := set(self.statuses) - _closure(set(self.terminal), backwards):
             raise ConfigurationError(
-                f"{_names(endless)} of {self.statuses.__name__} has no way to a terminal status (one that no "
+                f"{names_of(endless)} of {self.statuses.__name__} has no way to a terminal status (one that no "
                 "edge leaves); declare an edge that leads out."
             )
 
@@ -124,7 +124,8 @@ def _closure(start: set[StatusT], edges: Mapping[StatusT, AbstractSet[StatusT]])
     return reached
 
 
-def _names(statuses: Iterable[StrEnum]) -> str:
+def names_of(statuses: Iterable[StrEnum]) -> str:
+    """Return the values of some statuses, for an error to name them."""
     return ", ".join(sorted(status.value for status in statuses))
 
 

@@ -37,8 +37,8 @@ class Prepared:
         )
         self._dialect: Any = engine.dialect
         self._sql = str(compiled)
-        escaped = compiled.escaped_bind_names or {}
-        self._fixed = {
+        escaped: dict[str, str] = dict(compiled.escaped_bind_names or {})
+        self._fixed: dict[str, Any] = {
             escaped.get(name, name): bind.value for name, bind in compiled.binds.items() if not bind.required
         }
         self._row = cast(Any, _row_class(columns))

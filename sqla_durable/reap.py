@@ -6,12 +6,12 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Integer, Text, Update, and_, case, cast, func, null
+from sqlalchemy import Column, ColumnElement, Text, Update, and_, case, cast, func, null
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
 from sqla_durable.fence import remember
-from sqla_durable.rows import AnySelect, bound
+from sqla_durable.rows import AnySelect, limit
 from sqla_durable.run import RunRows
 
 
@@ -32,7 +32,7 @@ def heal(runs: RunRows[Any], *, skip_locked: bool) -> Update:
 def reap(runs: RunRows[Any]) -> Update:
     """Reap up to ``limit`` lapsed runs, those started first."""
     locking = runs.lock(lapsed(runs), skip_locked=True)
-    return _reap(runs, locking.order_by(runs.started_at, *runs.key).limit(bound("limit", Integer())))
+    return _reap(runs, locking.order_by(runs.started_at, *runs.key).limit(limit()))
 
 
 def requeue(runs: RunRows[Any]) -> Update:

@@ -230,6 +230,7 @@ def sealing(receipts: ReceiptRows) -> Update:
         .where(*receipts.of_run(), receipts.step == _step(), receipts.unsealed.is_not(None))
         .values(
             {
+                **receipts.untouched(),
                 receipts.unsealed: null(),
                 receipts.outcome: literal(StepOutcome.SUCCEEDED.value, String),
                 receipts.result: _json("result"),

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Dialect,
+    Integer,
     RowMapping,
     Table,
     Update,
@@ -49,6 +50,14 @@ def bound(name: str, type_: TypeEngine[Any]) -> BindParameter[Any]:
     It has a prefix of ours: SQLAlchemy reserves the names of a table's columns in its ``UPDATE`` and ``INSERT``.
     """
     return bindparam(f"durable_{name}", type_=type_)
+
+
+def limit() -> BindParameter[int]:
+    """Return the parameter ``limit``, which becomes a constant of the SQL text.
+
+    With a limit that it does not know, a generic plan expects a tenth of the table and reads all of it.
+    """
+    return bindparam("durable_limit", type_=Integer(), literal_execute=True)
 
 
 def arguments(**values: Any) -> dict[str, Any]:
@@ -203,13 +212,16 @@ class Rows(Generic[EntityT]):
         many rows. Columns with an ``onupdate`` are set to themselves, as it would fire here too.
         """
         target = locking.cte("target").prefix_with("MATERIALIZED")
-        untouched = {column: column for column in self.table.columns if column.onupdate is not None}
         pairs = zip(self.key, self.key_names, strict=True)
         return (
             update(self.table)
-            .values({**untouched, **values})
+            .values({**self.untouched(), **values})
             .where(*(column == target.c[name] for column, name in pairs))
         )
+
+    def untouched(self) -> dict[Column[Any], Any]:
+        """The assignments that keep each column's ``onupdate`` from firing: the column itself."""
+        return {column: column for column in self.table.columns if column.onupdate is not None}
 
     # loaded objects
 

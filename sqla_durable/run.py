@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -63,6 +64,10 @@ class RunMixin(LeaseMixin, TransitionHook):
             )
         finished_at = clock.stamp() if to in lifecycle.machine.terminal else None
         return {"lease_owner": None, "lease_expires_at": None, "finished_at": finished_at}
+
+    @classmethod
+    def __held__(cls) -> AbstractSet[StrEnum]:
+        return {cls.__lifecycle__.running}
 
 
 RunT = TypeVar("RunT", bound=RunMixin)

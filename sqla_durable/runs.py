@@ -294,6 +294,8 @@ class Runs(Generic[RunT]):
 class _Sessions:
     """Sessions for :class:`.Store` from a sessionmaker."""
 
+    driver = "psycopg"
+
     def __init__(self, factory: sessionmaker[Any]) -> None:
         if not isinstance(cast(object, factory), sessionmaker):
             raise ConfigurationError(f"{factory!r} is not a sessionmaker; pass sessionmaker(engine).")

@@ -52,6 +52,10 @@ class StepSession(Session):
         except DBAPIError:
             super().invalidate()
 
+    def drop_step(self) -> None:
+        """Close every connection for good: a server that takes no writes looks healthy to the pool."""
+        super().invalidate()
+
     def get_bind(self, *args: Any, **kwargs: Any) -> Engine | Connection:
         """Return the bind as the user's session class chooses it, if it is the step's own."""
         bind = super().get_bind(*args, **kwargs)
@@ -112,7 +116,9 @@ def step_session_class(base: type[Session]) -> type[StepSession]:
     made = cast("type[StepSession]", type(f"Step{base.__name__}", (StepSession, base), {}))
 
     def note(session: Session) -> None:
-        cast("StepSession", session).committed = True
+        # Releasing a savepoint is an after_commit, too.
+        if not session.in_nested_transaction():
+            cast("StepSession", session).committed = True
 
     # First, so that the commit is noted before a listener of the user's raises.
     event.listen(made, "after_commit", note, insert=True)

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from psycopg import Error
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, TransactionConflict
 
 ValueT = TypeVar("ValueT")
 
 CONFLICT_RETRIES: Final = 10
+OUTAGE_RETRIES: Final = 3
 SERIALIZATION_FAILURE = "40001"
 DEADLOCK = "40P01"
 FAILED_TRANSACTION = "25P02"
@@ -63,10 +65,25 @@ def translate(error: BaseException) -> RetryableError | None:
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "
             "committed. Keep a step's body short, or move long work into an external step."
         )
-    lost = getattr(error, "connection_invalidated", False)
+    lost = isinstance(error, PoolTimeout) or getattr(error, "connection_invalidated", False)
+    # Without a statement the error is of connecting, for which the driver knows no code.
+    lost = lost or (isinstance(error, OperationalError) and error.statement is None)
     if lost or code in _UNAVAILABLE or (code or "").startswith("08"):
         return DatabaseUnavailable(f"the database is not available for writing at present: {shown}")
     return None
+
+
+def retry_outages(write: Callable[[], ValueT]) -> ValueT:
+    """Make a write that may be repeated again where the database was not available; a bounded number of times.
+
+    An external step may take long enough for every pooled connection to die; its result must not be lost to that.
+    """
+    for _ in range(OUTAGE_RETRIES):
+        try:
+            return write()
+        except DatabaseUnavailable:
+            continue
+    return write()
 
 
 @contextmanager
@@ -74,7 +91,7 @@ def translated() -> Generator[None, None, None]:
     """Raise errors of ours in place of the database errors that stand for them."""
     try:
         yield
-    except DBAPIError as error:
+    except (DBAPIError, PoolTimeout) as error:
         if (ours := translate(error)) is not None:
             raise ours from error
         raise

@@ -9,10 +9,11 @@ from typing import Any, cast
 from weakref import WeakSet
 
 from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
-from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session
+from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session, scoped_session
 
 from sqla_durable.exc import ConfigurationError, UndeclaredTransition, UsageError
-from sqla_durable.machine import Machine, StatusT
+from sqla_durable.ground import require_postgresql, unproxied
+from sqla_durable.machine import Machine, StatusT, names_of
 from sqla_durable.mapping import add_check
 from sqla_durable.rows import AnyRow, Rows
 from sqla_durable.sqlstate import translated
@@ -27,6 +28,11 @@ class TransitionHook:
     @classmethod
     def __on_transition__(cls, to: StrEnum) -> Mapping[str, Any]:
         """Return the attributes to set together with the status ``to``; raise to refuse the transition."""
+        raise NotImplementedError
+
+    @classmethod
+    def __held__(cls) -> AbstractSet[StrEnum]:
+        """Return the statuses that a transition leaves only where ``from_`` says so."""
         raise NotImplementedError
 
 
@@ -90,7 +96,7 @@ class StatusMachine(Machine[StatusT]):
 
     def transition(
         self,
-        session: Session,
+        session: Session | scoped_session[Any],
         run_or_ident: object,
         to: StatusT,
         *,
@@ -107,7 +113,8 @@ class StatusMachine(Machine[StatusT]):
          :meth:`~sqlalchemy.orm.Session.get` takes them; or the primary key alone, where one run class uses this
          machine.
         :param to: the status to move to.
-        :param from_: the status, or statuses, to leave; by default every one that has an edge to ``to``.
+        :param from_: the status, or statuses, to leave; by default every one that has an edge to ``to``, except the
+         running status of a run, whose holder would lose it.
         :param where: a further condition of the same statement, such as an expiry on the database clock.
         :param values: other attributes to set if, and only if, the transition is won; values or SQL expressions.
         :return: True if this call moved the row; False is a lost race, not an error.
@@ -115,13 +122,15 @@ class StatusMachine(Machine[StatusT]):
         :raises TransactionConflict: where another transaction won under REPEATABLE READ or SERIALIZABLE; retry
          the whole transaction.
         """
-        sources = self._sources(to, from_)
+        session = unproxied(session)
         entity, ident = self._target(session, run_or_ident)
         status = self.column_of(entity)
+        sources = self._sources(entity, to, from_)
         table: Any = status.table
         rows = Rows(entity, table)
         also: Mapping[str, Any] = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
         changed = {rows.column(name): value for name, value in {**also, **(values or {})}.items()} | {status: to}
+        require_postgresql(session.get_bind(rows.mapper))
         session.flush()
         identity = rows.identity(ident)
         locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
@@ -165,10 +174,16 @@ class StatusMachine(Machine[StatusT]):
             column.info[_CHECKED] = True
             add_check(table, f"{column.name}_values", column.in_(list(self.statuses)))
 
-    def _sources(self, to: StatusT, from_: StatusT | Collection[StatusT] | None) -> list[StatusT]:
+    def _sources(self, entity: type[Any], to: StatusT, from_: StatusT | Collection[StatusT] | None) -> list[StatusT]:
         self.check_status(to)
         if from_ is None:
-            sources: Collection[StatusT] = self.sources(to)
+            held: AbstractSet[StrEnum] = entity.__held__() if issubclass(entity, TransitionHook) else set()
+            sources: Collection[StatusT] = self.sources(to) - held
+            if not sources and self.sources(to):
+                raise UndeclaredTransition(
+                    f"only {names_of(held)} leads to {to.value}, and a run in it has a holder that would lose it; "
+                    "say from_= to take it away."
+                )
         elif isinstance(from_, str):
             sources = [cast(StatusT, from_)]
         else:
@@ -192,9 +207,10 @@ class StatusMachine(Machine[StatusT]):
             return entity, run_or_ident
         if len(self._served) != 1:
             names = ", ".join(sorted(entity.__name__ for entity in self._served)) or "no run class"
+            use = "use" if len(self._served) > 1 else "uses"
             raise UsageError(
-                f"the machine is that of {names}, so {run_or_ident!r} does not say which row is meant; pass an object, or "
-                "(Class, ident)."
+                f"{names} {use} this machine, so {run_or_ident!r} does not say which row is meant; pass an object, "
+                "or (Class, ident)."
             )
         return next(iter(self._served)), run_or_ident
 

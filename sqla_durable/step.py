@@ -14,7 +14,7 @@ from sqlalchemy import cast as sql_cast
 
 from sqla_durable import clock
 from sqla_durable.codec import Codec
-from sqla_durable.exc import ReceiptMismatch, StepFailed
+from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
 from sqla_durable.lease import Lease
@@ -35,8 +35,8 @@ from sqla_durable.run import RunRows
 from sqla_durable.session import StepSession, ended
 from sqla_durable.sqlstate import (
     retry_conflicts,
+    retry_outages,
     translate,
-    translated,
 )
 from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
@@ -140,6 +140,8 @@ class Steps:
             session.commit_step()
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
+            if isinstance(ours, DatabaseUnavailable):
+                session.drop_step()
             if ours is None:
                 raise
             raise ours from error
@@ -156,9 +158,9 @@ class Steps:
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
-        row = self.store.write(lease, lambda connection: self._record(connection, values))
+        row = retry_outages(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         if row.recorded_at is None:
-            with translated(), self.store.autocommit_engine.connect() as connection:
+            with self.store.autocommit() as connection:
                 return Written(self._read(connection, lease, key), before=True, cancel_requested=row.cancel_requested)
         receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
         return Written(receipt, before=False, cancel_requested=row.cancel_requested)

@@ -1,47 +1,28 @@
-"""One run class and its receipts, reached through one sessionmaker: engines checked, statements made ready."""
+"""One run class and its receipts on their ground: leases, and the writes that a lease allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, Executable
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection
 
 from sqla_durable import fence
 from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageError
+from sqla_durable.ground import Ground, Sessions
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
-from sqla_durable.session import StepSession
-from sqla_durable.sqlstate import retry_conflicts, translated
+from sqla_durable.sqlstate import retry_conflicts
 
 ValueT = TypeVar("ValueT")
-OLDEST_SERVER = (15,)
 RESUMPTIONS = 3
 
 
-class Sessions(Protocol):
-    """Where sessions come from, and which thread machinery their connections need."""
-
-    def plain(self) -> Session:
-        """Return a session as the user's sessionmaker makes it."""
-        ...
-
-    def step(self) -> StepSession:
-        """Return the same, as a :class:`.StepSession`."""
-        ...
-
-    def run_in_thread(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which uses connections, in the thread that calls this."""
-        ...
-
-
-class Store(Generic[RunT]):
+class Store(Ground, Generic[RunT]):
     """The ground that :class:`.Runs` and its asyncio twin stand on.
 
     :param sessions: where sessions come from.
@@ -60,70 +41,9 @@ class Store(Generic[RunT]):
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
-        self.sessions = sessions
         self.runs = RunRows(run)
         self.receipts = ReceiptRows(receipt)
-
-    # engines and transactions
-
-    @cached_property
-    def engine(self) -> Engine:
-        """The engine that the run class is bound to."""
-        session = self.sessions.plain()
-        binds = [session.get_bind(rows.mapper) for rows in (self.runs, self.receipts)]
-        session.close()
-        if not all(isinstance(bind, Engine) for bind in binds):
-            raise ConfigurationError(
-                "the sessionmaker is bound to a Connection; a step opens its own transaction, so bind it to an Engine."
-            )
-        if binds[0] is not binds[1]:
-            raise ConfigurationError(f"{self.runs.entity.__name__} and its receipts are bound to different engines.")
-        engine = binds[0].engine
-        if (engine.dialect.name, engine.dialect.driver) not in {
-            ("postgresql", "psycopg"),
-            ("postgresql", "psycopg_async"),
-        }:
-            raise ConfigurationError(
-                f"{engine!r} is not PostgreSQL through psycopg 3; use a URL that starts with postgresql+psycopg://."
-            )
-        return engine
-
-    @cached_property
-    def autocommit_engine(self) -> Engine:
-        """The same engine for single statements: no BEGIN, no COMMIT, one round trip."""
-        return self.engine.execution_options(isolation_level="AUTOCOMMIT")
-
-    def connection(self, session: Session) -> Connection:
-        """Return the connection of a session's transaction, having refused one that would not be a transaction."""
-        engine = self.engine
-        connection = session.connection(bind_arguments={"mapper": self.runs.mapper})
-        version = engine.dialect.server_version_info or OLDEST_SERVER
-        if version < OLDEST_SERVER:
-            raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
-        driver: Any = connection.connection.dbapi_connection
-        if driver.autocommit:
-            raise ConfigurationError(
-                f"{connection.engine!r} is in AUTOCOMMIT, where an effect and its receipt cannot commit together; "
-                'use an engine without isolation_level="AUTOCOMMIT".'
-            )
-        return connection
-
-    @contextmanager
-    def transaction(self) -> Generator[tuple[Session, Connection], None, None]:
-        """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
-        with translated(), self.sessions.plain() as session, session.begin():
-            yield session, self.connection(session)
-
-    def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
-        """Do ``work`` in a transaction of its own, again where it conflicts with another one."""
-
-        def once() -> ValueT:
-            with self.transaction() as (session, connection):
-                return work(session, connection)
-
-        return retry_conflicts(once)
-
-    # a holder's writes
+        super().__init__(sessions, self.runs.mapper, self.receipts.mapper)
 
     def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
         """Return the lease that a claim issued."""
@@ -132,8 +52,7 @@ class Store(Generic[RunT]):
     @cached_property
     def name(self) -> str:
         """The table's name with the schema it is in for this engine, so that no lease passes from tenant to tenant."""
-        translate = self.engine.get_execution_options().get("schema_translate_map") or {}
-        schema = translate.get(self.runs.table.schema, self.runs.table.schema)
+        schema = self.schema_translate_map.get(self.runs.table.schema, self.runs.table.schema)
         return self.runs.table.name if schema is None else f"{schema}.{self.runs.table.name}"
 
     def check(self, lease: Lease) -> None:
@@ -158,7 +77,7 @@ class Store(Generic[RunT]):
         """
 
         def once() -> AnyRow:
-            with translated(), self.autocommit_engine.connect() as connection:
+            with self.autocommit() as connection:
                 row = write(connection)
             if row is not None:
                 return row
@@ -197,10 +116,6 @@ class Store(Generic[RunT]):
         """Return the error for a run that someone asked to cancel."""
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
         return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
-
-    def prepare(self, statement: Executable, *columns: str) -> Prepared:
-        """Compile a statement for this store's engine."""
-        return Prepared(statement, self.engine, *columns)
 
     @cached_property
     def resume(self) -> Prepared:

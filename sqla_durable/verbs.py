@@ -17,6 +17,7 @@ from sqla_durable.codec import codec_of
 from sqla_durable.exc import RunNotFound, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out
 from sqla_durable.failure import Failure
+from sqla_durable.ground import Sessions, unproxied
 from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.lease import Lease
@@ -25,7 +26,7 @@ from sqla_durable.rows import AnyRow, Ident, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
 from sqla_durable.step import Steps
-from sqla_durable.store import Sessions, Store
+from sqla_durable.store import Store
 
 
 class Verbs(Generic[RunT]):
@@ -130,7 +131,7 @@ class Verbs(Generic[RunT]):
     def receipts(self, ident: object) -> tuple[Receipt, ...]:
         """See :meth:`.Runs.receipts`."""
         identity = self.runs.identity(ident)
-        with translated(), self.store.autocommit_engine.connect() as connection:
+        with self.store.autocommit() as connection:
             return self._receipts(connection, identity)
 
     def heal(self, ident: object) -> bool:
@@ -167,6 +168,7 @@ class Verbs(Generic[RunT]):
         if self.runs.lifecycle.cancelled is None:
             raise UsageError(f"{self.runs.entity.__name__} cannot be cancelled; name Lifecycle(cancelled=...).")
         identity = self.runs.identity(ident)
+        session = unproxied(session)
         session.flush()
         with translated():
             connection = self.store.connection(session)
@@ -181,7 +183,7 @@ class Verbs(Generic[RunT]):
         parameters = {**self.runs.parameters(lease.identity), **arguments(fence=lease.fence)}
         with translated():
             self.store.held(
-                self.store.connection(session),
+                self.store.connection(unproxied(session)),
                 lease,
                 lambda connection: connection.execute(self._guard, parameters).one_or_none(),
             )
@@ -191,6 +193,7 @@ class Verbs(Generic[RunT]):
         self.store.check(lease)
         name = stored_key(key)
         text, _ = codec_of(type_).round_trip(result, name)
+        session = unproxied(session)
         session.flush()
         with translated():
             if self.steps.record_in(self.store.connection(session), lease, name, text) is None:

@@ -1,4 +1,4 @@
-"""A run that is failed, not resumed, when its holder dies, and one whose lease is short enough to outlive."""
+"""Runs with other lifecycles: failed when the holder dies, leased briefly, or in no hurry to try again."""
 
 from __future__ import annotations
 
@@ -71,6 +71,23 @@ class Brief(RunMixin, JobBase):
 
 class BriefStep(ReceiptMixin[Brief], JobBase):
     __tablename__ = "brief_step"
+
+
+class Patient(RunMixin, JobBase):
+    """It waits for a minute before its next attempt, and that to the microsecond."""
+
+    __tablename__ = "patient"
+    __lifecycle__ = job_lifecycle(
+        lease=timedelta(seconds=30),
+        retry=Retry(max_attempts=100, backoff=timedelta(minutes=1), factor=1, jitter=0),
+        requeue={JobStatus.FAILED},
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[JobStatus] = __lifecycle__.machine.column()
+
+
+class PatientStep(ReceiptMixin[Patient], JobBase):
+    __tablename__ = "patient_step"
 
 
 def add_jobs(engine: Engine, job: type[Any], count: int) -> list[int]:

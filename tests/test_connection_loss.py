@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, select, text
+from sqlalchemy import Engine, create_engine, delete, event, select, text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -281,6 +281,32 @@ def test_a_heartbeat_that_is_cut_off_is_taken_up_again(
 def _status(engine: Engine) -> str | None:
     with engine.connect() as connection:
         return connection.scalar(select(BRIEF.run.status))
+
+
+@pytest.mark.parametrize("savepoints", [0, 1, 2])
+def test_a_failed_commit_is_never_taken_for_an_after_commit_error(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], savepoints: int
+) -> None:
+    ident = approved_plan(session_factory)
+
+    def body(session: Session, attempt: int) -> str:
+        for number in range(savepoints):
+            with session.begin_nested():
+                write_entry(session, f"savepoint {number}")
+        if attempt == 1:
+            # As late as can be: right before the COMMIT is sent.
+            event.listen(session, "before_commit", lambda _: cut(engine))
+        return write_entry(session, "done")
+
+    def carry_out(run: Run[Plan]) -> None:
+        run.step("only", body, run.lease.attempt)
+
+    outcome = plans.execute(ident, carry_out)
+    assert (outcome.ending, outcome.status) == (Ending.INTERRUPTED, PlanStatus.APPROVED)
+    assert isinstance(outcome.exception, DatabaseUnavailable)
+    assert entries(engine) == []
+    assert plans.execute(ident, carry_out).status is PlanStatus.EXECUTED
+    assert entries(engine) == [*(f"savepoint {number}" for number in range(savepoints)), "done"]
 
 
 # what lay in the pool

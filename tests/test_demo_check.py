@@ -63,6 +63,16 @@ def test_a_plan_carried_out_is_without_faults(executed: Executed) -> None:
     assert executed.faults() == {}
 
 
+MOVE_AGAIN = (
+    "INSERT INTO stock_entry (position, article, source, target, quantity)"
+    " SELECT position, article, source, target, quantity FROM stock_entry WHERE position = 0"
+)
+PAY_AGAIN = (
+    "INSERT INTO payment_entry (position, payer, payee, amount)"
+    " SELECT position, payer, payee, amount FROM payment_entry"
+)
+
+
 @pytest.mark.parametrize(
     ("statement", "what", "fault"),
     [
@@ -72,8 +82,7 @@ def test_a_plan_carried_out_is_without_faults(executed: Executed) -> None:
             "step 3 is in the ledger not at all, and should be once: 2 × tea, Hamburg → Berlin",
         ),
         (
-            "INSERT INTO stock_entry (position, article, source, target, quantity)"
-            " SELECT position, article, source, target, quantity FROM stock_entry WHERE position = 0",
+            MOVE_AGAIN,
             "stock movements",
             "step 0 is in the ledger twice, and should be once: 3 × tea, Hamburg → Berlin",
         ),
@@ -93,8 +102,7 @@ def test_a_plan_carried_out_is_without_faults(executed: Executed) -> None:
             "step 1 is in the ledger not at all, and should be once: 12.50 €, shop → haulier",
         ),
         (
-            "INSERT INTO payment_entry (position, payer, payee, amount)"
-            " SELECT position, payer, payee, amount FROM payment_entry",
+            PAY_AGAIN,
             "payments",
             "step 1 is in the ledger twice, and should be once: 12.50 €, shop → haulier",
         ),

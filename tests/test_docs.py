@@ -28,7 +28,7 @@ from sqla_durable.run import RunRows
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -160,7 +160,7 @@ def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
 
     event.listen(engine, "before_cursor_execute", note)
     with Session(engine) as session:
-        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED)
+        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED, from_=models.PlanStatus.PENDING)
     yield shown
     engine.dispose()
 
@@ -217,6 +217,12 @@ def test_the_readme_shows_the_two_commands() -> None:
     shown = "".join(block.text for block in blocks(ROOT / "README.md", "console"))
     assert 'pip install -e ".[demo]" && sqla-durable demo\n' in shown
     assert 'pip install -e ".[dev]" && pytest\n' in shown
+
+
+def test_a_link_from_outside_the_pages_leads_to_a_file() -> None:
+    for page in sorted(ROOT.glob("*.md")):
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            assert link.startswith("https://") or (ROOT / link).exists(), f"{page.name}: {link}"
 
 
 # docstrings

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Table,
     create_engine,
     event,
+    false,
     func,
     select,
     text,
@@ -260,7 +261,7 @@ def hiding(factory: sessionmaker[Session], *entities: type[Any]) -> None:
 
     def hide(state: ORMExecuteState) -> None:
         for entity in entities:
-            state.statement = state.statement.options(with_loader_criteria(entity, lambda cls: text("false")))
+            state.statement = state.statement.options(with_loader_criteria(entity, lambda cls: false()))
 
     event.listen(factory, "do_orm_execute", hide)
 

@@ -24,17 +24,17 @@ from tests.support_races import WON, Party, install_gate, race
 # The first always wins. "yet" is a renewal that skips the locked row: it does not know of the loss yet, and the next
 # one does. Where both win, the second came lawfully after the first: a holder's renewal, then its step; a step that
 # is replayed from the receipt of the same holder's other thread; a reaped run that its holder resumes; an operator's
-# transition, which asks for no fence.
+# transition, which asks for no fence; a claim by id, which waits for the row of a lapsed run and then finds it ready.
 
 RUNNING_BUT_LAPSED = """
            |step        |renew       |heal        |reap        |claim       |finish      |release     |transition
 step       |won  mine   |won  mine   |lost mine   |lost mine   |lost mine   |won  done   |won  let-go |won  failed
 renew      |won  mine   |won  mine   |lost mine   |lost mine   |lost mine   |won  done   |won  let-go |won  failed
-heal       |won  mine   |won  reaped |lost reaped |lost reaped |lost reaped |won  done   |won  let-go |lost reaped
-reap       |won  mine   |won  reaped |lost reaped |lost reaped |lost reaped |won  done   |won  let-go |lost reaped
+heal       |won  mine   |won  reaped |lost reaped |lost reaped |won  theirs |won  done   |won  let-go |lost reaped
+reap       |won  mine   |won  reaped |lost reaped |lost reaped |won  theirs |won  done   |won  let-go |lost reaped
 claim      |lost theirs |yet  theirs |lost theirs |lost theirs |lost theirs |lost theirs |lost theirs |won  failed
 finish     |lost done   |yet  done   |lost done   |lost done   |lost done   |lost done   |lost done   |lost done
-release    |lost let-go |yet  let-go |lost let-go |lost let-go |lost let-go |lost let-go |lost let-go |lost let-go
+release    |lost let-go |yet  let-go |lost let-go |lost let-go |won  theirs |lost let-go |lost let-go |lost let-go
 transition |lost failed |yet  failed |lost failed |lost failed |lost failed |lost failed |lost failed |lost failed
 """
 
@@ -52,8 +52,8 @@ cancel     | won  mine
 """
 
 CANCEL_REQUESTED_FIRST = """
-       | step           | renew     | heal      | reap      | claim     | finish         | transition
-cancel | cancelled mine | won  mine | lost mine | lost mine | lost mine | cancelled mine | won  failed
+       | step           | renew     | heal      | reap      | claim          | finish         | transition
+cancel | cancelled mine | won  mine | lost mine | lost mine | lost cancelled | cancelled mine | won  failed
 """
 
 REAPED_TO_READY = """

@@ -53,7 +53,7 @@ class Plan(RunMixin, Base):
         done=PlanStatus.EXECUTED,
         failed=PlanStatus.FAILED,
         cancelled=PlanStatus.CANCELLED,
-        lease=timedelta(seconds=2),  # short, so that you need not wait for long; the default is two minutes
+        lease=timedelta(seconds=1),  # short, so that you need not wait for long; the default is two minutes
         retry=Retry(max_attempts=3, backoff=timedelta(0)),
         requeue={PlanStatus.FAILED},
     )

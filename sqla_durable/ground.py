@@ -1,0 +1,168 @@
+"""The ground a store stands on: one engine, checked once, and the transactions and single statements made on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
+
+from sqlalchemy import Connection, Engine, Executable
+from sqlalchemy.orm import Mapper, Session, scoped_session
+
+from sqla_durable.exc import ConfigurationError, DatabaseUnavailable
+from sqla_durable.prepared import Prepared
+from sqla_durable.session import StepSession
+from sqla_durable.sqlstate import retry_conflicts, translated
+
+ValueT = TypeVar("ValueT")
+OLDEST_SERVER = (15,)
+
+
+class Sessions(Protocol):
+    """Where sessions come from, and which driver and thread machinery their connections need."""
+
+    driver: str
+
+    def plain(self) -> Session:
+        """Return a session as the user's sessionmaker makes it."""
+        ...
+
+    def step(self) -> StepSession:
+        """Return the same, as a :class:`.StepSession`."""
+        ...
+
+    def run_in_thread(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which uses connections, in the thread that calls this."""
+        ...
+
+
+class Ground:
+    """One engine, reached through one sessionmaker.
+
+    :param sessions: where sessions come from.
+    :param mappers: the mapped classes that must be bound to one engine.
+    """
+
+    def __init__(self, sessions: Sessions, *mappers: Mapper[Any]) -> None:
+        self.sessions = sessions
+        self._mappers = mappers
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that the run class and its receipts are bound to."""
+        session = self.sessions.plain()
+        binds = [session.get_bind(mapper) for mapper in self._mappers]
+        session.close()
+        if not all(isinstance(bind, Engine) for bind in binds):
+            raise ConfigurationError(
+                "the sessionmaker is bound to a Connection; a step opens its own transaction, so bind it to an Engine."
+            )
+        if any(bind is not binds[0] for bind in binds):
+            names = " and ".join(mapper.class_.__name__ for mapper in self._mappers)
+            raise ConfigurationError(f"{names} are bound to different engines; bind them to one.")
+        engine = cast(Engine, binds[0])
+        require_postgresql(engine)
+        if engine.dialect.driver != self.sessions.driver:
+            raise ConfigurationError(
+                f"{engine!r} uses the driver {engine.dialect.driver}; Runs needs a create_engine() and AsyncRuns a "
+                "create_async_engine() with a URL that starts with postgresql+psycopg:// (psycopg 3)."
+            )
+        return engine
+
+    @property
+    def schema_translate_map(self) -> dict[str | None, str | None]:
+        """The engine's schema translation."""
+        return _translation(self.engine)
+
+    def prepare(self, statement: Executable, *columns: str) -> Prepared:
+        """Compile a statement for this engine."""
+        return Prepared(statement, self.engine, *columns)
+
+    def connection(self, session: Session) -> Connection:
+        """Return the connection of a session's transaction, having refused one that would not do."""
+        engine = self.engine
+        connection = session.connection(bind_arguments={"mapper": self._mappers[0]})
+        if connection.engine is not engine:
+            self._refuse_elsewhere(connection)
+        version = engine.dialect.server_version_info or OLDEST_SERVER
+        if version < OLDEST_SERVER:
+            raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
+        driver: Any = connection.connection.dbapi_connection
+        if driver.autocommit:
+            raise ConfigurationError(
+                f"{connection.engine!r} is in AUTOCOMMIT, where an effect and its receipt cannot commit together; "
+                'use an engine without isolation_level="AUTOCOMMIT".'
+            )
+        return connection
+
+    @contextmanager
+    def transaction(self) -> Generator[tuple[Session, Connection], None, None]:
+        """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
+        with translated(), self.sessions.plain() as session, session.begin():
+            connection = self.connection(session)
+            with dropping(connection):
+                yield session, connection
+
+    @contextmanager
+    def autocommit(self) -> Generator[Connection, None, None]:
+        """Open a connection for a single statement: no BEGIN, no COMMIT, one round trip."""
+        with translated(), self.engine.connect() as connection:
+            # Not by an engine with that option: the isolation level of the user's own such engine would win over it.
+            autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
+            with dropping(autocommit):
+                yield autocommit
+
+    def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
+        """Do ``work`` in a transaction of its own, again where it conflicts with another one."""
+
+        def once() -> ValueT:
+            with self.transaction() as (session, connection):
+                return work(session, connection)
+
+        return retry_conflicts(once)
+
+    def _refuse_elsewhere(self, connection: Connection) -> None:
+        """Refuse a session that has gone to another database, or schema, than the statements are compiled for."""
+        engine = self.engine
+        if connection.engine.pool is not engine.pool or _translation(connection) != self.schema_translate_map:
+            raise ConfigurationError(
+                f"the session reached {connection.engine!r} where {engine!r} was expected, or another schema of it; "
+                "make one Runs for each engine, or schema_translate_map."
+            )
+
+
+def _translation(bind: Engine | Connection) -> dict[str | None, str | None]:
+    translate: dict[str | None, str | None] | None = bind.get_execution_options().get("schema_translate_map")
+    return {} if translate is None else translate
+
+
+def require_postgresql(bind: Engine | Connection) -> None:
+    """Refuse a bind of another dialect.
+
+    :raises ConfigurationError: where it is not PostgreSQL.
+    """
+    if bind.dialect.name != "postgresql":
+        raise ConfigurationError(
+            f"{bind.engine!r} is not PostgreSQL; use a URL that starts with postgresql+psycopg:// (psycopg 3)."
+        )
+
+
+def unproxied(session: Session | scoped_session[Any]) -> Session:
+    """Return the session behind a :class:`~sqlalchemy.orm.scoped_session`."""
+    return cast(Session, session()) if isinstance(session, scoped_session) else session
+
+
+@contextmanager
+def dropping(connection: Connection) -> Generator[None, None, None]:
+    """Raise errors of ours, and drop a connection to a server that takes no writes.
+
+    The pool takes such a connection for a healthy one and would hand it out again.
+    """
+    try:
+        with translated():
+            yield
+    except DatabaseUnavailable:
+        if not connection.closed and not connection.invalidated:
+            connection.invalidate()
+        raise
