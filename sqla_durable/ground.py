@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, Executable
-from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy.orm import Mapper, Session
 
+from sqla_durable.caller import require_postgresql
 from sqla_durable.exc import ConfigurationError, DatabaseUnavailable
 from sqla_durable.prepared import Prepared
 from sqla_durable.session import StepSession
@@ -135,22 +136,6 @@ class Ground:
 def _translation(bind: Engine | Connection) -> dict[str | None, str | None]:
     translate: dict[str | None, str | None] | None = bind.get_execution_options().get("schema_translate_map")
     return {} if translate is None else translate
-
-
-def require_postgresql(bind: Engine | Connection) -> None:
-    """Refuse a bind of another dialect.
-
-    :raises ConfigurationError: where it is not PostgreSQL.
-    """
-    if bind.dialect.name != "postgresql":
-        raise ConfigurationError(
-            f"{bind.engine!r} is not PostgreSQL; use a URL that starts with postgresql+psycopg:// (psycopg 3)."
-        )
-
-
-def unproxied(session: Session | scoped_session[Any]) -> Session:
-    """Return the session behind a :class:`~sqlalchemy.orm.scoped_session`."""
-    return cast(Session, session()) if isinstance(session, scoped_session) else session
 
 
 @contextmanager

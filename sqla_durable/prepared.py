@@ -37,10 +37,11 @@ class Prepared:
         )
         self._dialect: Any = engine.dialect
         self._sql = str(compiled)
-        escaped: dict[str, str] = dict(compiled.escaped_bind_names or {})
-        self._fixed: dict[str, Any] = {
-            escaped.get(name, name): bind.value for name, bind in compiled.binds.items() if not bind.required
-        }
+        escaped: dict[str, str] = compiled.escaped_bind_names or {}
+        self._fixed: dict[str, Any] = {}
+        for name, bind in compiled.binds.items():
+            if not bind.required:
+                self._fixed[escaped.get(str(name), str(name))] = bind.value
         self._row = cast(Any, _row_class(columns))
 
     def first(self, connection: Connection, parameters: dict[str, Any]) -> AnyRow | None:
@@ -64,19 +65,13 @@ class Prepared:
             cursor.close()
 
     def _wrapped(self, connection: Connection, error: Any, values: dict[str, Any], cursor: Any) -> Any:
-        """Return what SQLAlchemy raises for a driver's error, having dropped a connection that is lost."""
-        lost = self._dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor)
-        if lost and not connection.invalidated:
-            connection.invalidate(error)
+        """Return what SQLAlchemy raises for a driver's error."""
+        if self._dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor):
+            # On a connection that is lost nothing is executed again, but SQLAlchemy hears of it and has the pool
+            # replace all its connections; connection.invalidate() would drop this one only.
+            connection.exec_driver_sql(self._sql, values)
         instance: Any = DBAPIError.instance
-        return instance(
-            self._sql,
-            values,
-            error,
-            self._dialect.loaded_dbapi.Error,
-            connection_invalidated=lost,
-            dialect=self._dialect,
-        )
+        return instance(self._sql, values, error, self._dialect.loaded_dbapi.Error, dialect=self._dialect)
 
 
 def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:
@@ -87,5 +82,7 @@ def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:
 
 def _observed(connection: Connection) -> bool:
     dispatch: Any = connection.dispatch
+    errors: Any = connection.dialect.dispatch
     logger: logging.Logger = cast(Any, connection.engine).logger
-    return any(getattr(dispatch, name) for name in _LISTENED_TO) or logger.isEnabledFor(logging.INFO)
+    listened_to = any(getattr(dispatch, name) for name in _LISTENED_TO) or errors.handle_error
+    return bool(listened_to) or logger.isEnabledFor(logging.INFO)

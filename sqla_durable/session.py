@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError
@@ -11,6 +12,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from sqla_durable.exc import ConfigurationError, TransactionEnded
 
+ReceiptT = TypeVar("ReceiptT")
 _log = logging.getLogger("sqla_durable")
 
 
@@ -36,14 +38,30 @@ class StepSession(Session):
         """Bind every later statement of this session to the engine of ``connection``."""
         self._step_engine = connection.engine
 
-    def commit_step(self) -> None:
-        """Commit; an error that a user's ``after_commit`` raises is logged, as the commit stands."""
+    def commit_step(self, seal: Callable[[], ReceiptT]) -> ReceiptT:
+        """Seal the receipt and commit; an error that a user's ``after_commit`` raises is logged, as the commit stands.
+
+        A user's ``before_commit`` may still write, or break the transaction, which would make the ``COMMIT`` a silent
+        ``ROLLBACK``. So the receipt is sealed after it.
+        """
+        sealed: list[ReceiptT] = []
+        dispatch: Any = self.dispatch
+        if dispatch.before_commit:
+
+            def last(session: Session) -> None:
+                session.flush()
+                sealed.append(seal())
+
+            event.listen(self, "before_commit", last)
+        else:
+            sealed.append(seal())
         try:
             super().commit()
         except Exception:
             if not self.committed:
                 raise
             _log.exception("an after_commit listener raised; the step and its receipt are committed")
+        return sealed[0]
 
     def close_step(self) -> None:
         """Roll back what is not committed and give the connection back, or drop it where it is broken."""

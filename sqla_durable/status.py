@@ -11,8 +11,8 @@ from weakref import WeakSet
 from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
 from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session, scoped_session
 
+from sqla_durable.caller import require_postgresql, unproxied
 from sqla_durable.exc import ConfigurationError, UndeclaredTransition, UsageError
-from sqla_durable.ground import require_postgresql, unproxied
 from sqla_durable.machine import Machine, StatusT, names_of
 from sqla_durable.mapping import add_check
 from sqla_durable.rows import AnyRow, Rows
@@ -104,7 +104,7 @@ class StatusMachine(Machine[StatusT]):
         where: ColumnElement[bool] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Move one row to the status ``to`` with one conditional ``UPDATE`` in the session's transaction.
+        r"""Move one row to the status ``to`` with one conditional ``UPDATE`` in the session's transaction.
 
         A loaded object shows the row's true status afterwards, won or lost. The session is flushed first.
 
@@ -113,7 +113,7 @@ class StatusMachine(Machine[StatusT]):
          :meth:`~sqlalchemy.orm.Session.get` takes them; or the primary key alone, where one run class uses this
          machine.
         :param to: the status to move to.
-        :param from_: the status, or statuses, to leave; by default every one that has an edge to ``to``, except the
+        :param from\_: the status, or statuses, to leave; by default every one that has an edge to ``to``, except the
          running status of a run, whose holder would lose it.
         :param where: a further condition of the same statement, such as an expiry on the database clock.
         :param values: other attributes to set if, and only if, the transition is won; values or SQL expressions.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
@@ -136,8 +136,8 @@ class Steps:
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            receipt = self._seal(connection, lease, key, text, opened.renew_at)
-            session.commit_step()
+            sealed = partial(self._seal, connection, lease, key, text, opened.renew_at)
+            receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
             if isinstance(ours, DatabaseUnavailable):

@@ -13,11 +13,12 @@ from sqlalchemy import Connection, select
 from sqlalchemy.orm import Session, with_polymorphic
 
 from sqla_durable import claim, fence, reap, receipt
+from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RunNotFound, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out
 from sqla_durable.failure import Failure
-from sqla_durable.ground import Sessions, unproxied
+from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.lease import Lease

@@ -26,7 +26,12 @@ def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     if "DATABASE_URL" in os.environ and bin_dir is None:
         yield os.environ["DATABASE_URL"]
         return
-    settings = {"max_connections": "200", "shared_buffers": "64MB", "max_prepared_transactions": "10"}
+    settings = {
+        "max_connections": "200",
+        "shared_buffers": "64MB",
+        "max_prepared_transactions": "10",
+        "fsync": "off",  # no test pulls the plug; it halves the time
+    }
     with embedded.start(bin_dir=None if bin_dir is None else Path(bin_dir), settings=settings) as server:
         yield server.url
 

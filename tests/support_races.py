@@ -109,7 +109,11 @@ class Party:
         return len(self.plans.claim_due(10)) == 1
 
     def _transition(self, ident: UUID) -> bool:
-        return self._transact(lambda session: plan_statuses.transition(session, (Plan, ident), PlanStatus.FAILED))
+        return self._transact(
+            lambda session: plan_statuses.transition(
+                session, (Plan, ident), PlanStatus.FAILED, from_=PlanStatus.EXECUTING
+            )
+        )
 
     def _reject(self, ident: UUID) -> bool:
         return self._transact(

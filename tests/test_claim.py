@@ -109,7 +109,7 @@ def test_only_a_ready_run_is_claimed(
             }
             session.execute(update(Plan).values(status=PlanStatus.EXECUTING, **values))
             if status is not PlanStatus.EXECUTING:
-                assert plan_statuses.transition(session, (Plan, ident), status)
+                assert plan_statuses.transition(session, (Plan, ident), status, from_=PlanStatus.EXECUTING)
     fence = column(engine, ident, "fence")
     assert plans.claim(ident) is None
     assert plans.claim(ident, run_now=True) is None

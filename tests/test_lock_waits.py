@@ -154,7 +154,7 @@ def test_a_transition_waits_and_is_stamped_after_the_wait(
 
     def fail_it() -> bool:
         with session_factory.begin() as session:
-            return plan_statuses.transition(session, (Plan, ident), PlanStatus.FAILED)
+            return plan_statuses.transition(session, (Plan, ident), PlanStatus.FAILED, from_=PlanStatus.EXECUTING)
 
     unlocked, won = while_locked(engine, ident, fail_it)
     assert won

@@ -148,9 +148,9 @@ def test_a_detached_object_shows_the_truth_too(engine: Engine, session: Session,
         plan = other.get_one(Plan, ident)
     assert plan_statuses.transition(session, plan, APPROVED)
     assert plan.status is APPROVED
-    elsewhere(engine, approved := approved_plan(sessionmaker(engine)), status=PlanStatus.CANCELLED)
     with Session(engine, expire_on_commit=False) as other:
-        lost = other.get_one(Plan, approved)
+        lost = other.get_one(Plan, approved_plan(sessionmaker(engine)))
+    elsewhere(engine, lost.id, status=PlanStatus.CANCELLED)
     assert not plan_statuses.transition(session, lost, PlanStatus.CANCELLED)
     assert lost.status is PlanStatus.CANCELLED
 
@@ -297,11 +297,27 @@ def test_an_operator_who_ends_a_running_plan_takes_the_lease_and_notes_the_time(
     run = Runs(session_factory, Plan, PlanStep).claim(approved_plan(session_factory))
     assert run is not None
     plan = session.get_one(Plan, run.lease.identity)
-    assert plan_statuses.transition(session, plan, PlanStatus.FAILED)
+    assert plan_statuses.transition(session, plan, PlanStatus.FAILED, from_=PlanStatus.EXECUTING)
     assert (plan.lease_owner, plan.lease_expires_at) == (None, None)
     assert isinstance(plan.finished_at, datetime)
     session.commit()
     assert column(engine, plan.id, "fence") == 1
+
+
+def test_a_holder_loses_its_run_to_a_transition_only_where_that_is_said(
+    engine: Engine, session: Session, session_factory: sessionmaker[Session]
+) -> None:
+    run = Runs(session_factory, Plan, PlanStep).claim(approved_plan(session_factory))
+    assert run is not None
+    target = (Plan, run.lease.identity[0])
+    assert not plan_statuses.transition(session, target, PlanStatus.CANCELLED)
+    with (
+        statements(engine) as sent,
+        pytest.raises(UndeclaredTransition, match="only executing leads to failed.* from_="),
+    ):
+        plan_statuses.transition(session, target, PlanStatus.FAILED)
+    assert sent == []
+    assert plan_statuses.transition(session, target, PlanStatus.CANCELLED, from_=PlanStatus.EXECUTING)
 
 
 def test_a_model_without_a_run_has_transitions_too(engine: Engine, session: Session) -> None:

@@ -94,7 +94,8 @@ class Worker:
 
     def transition(self, ident: int) -> bool:
         with self.factory.begin() as session:
-            return Patient.__lifecycle__.machine.transition(session, (Patient, ident), JobStatus.FAILED)
+            machine = Patient.__lifecycle__.machine
+            return machine.transition(session, (Patient, ident), JobStatus.FAILED, from_=JobStatus.RUNNING)
 
     def renew(self, _: int) -> None:
         self.held.renew()
