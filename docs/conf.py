@@ -40,8 +40,10 @@ intersphinx_mapping = {
 PUBLIC_NAMES = {
     "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
     "sessionmaker": "sqlalchemy.orm.sessionmaker",
+    "sqlalchemy.ext.asyncio.scoping.async_scoped_session": "sqlalchemy.ext.asyncio.async_scoped_session",
     "sqlalchemy.ext.asyncio.session.AsyncSession": "sqlalchemy.ext.asyncio.AsyncSession",
     "sqlalchemy.orm.properties.MappedColumn": "sqlalchemy.orm.MappedColumn",
+    "sqlalchemy.orm.scoping.scoped_session": "sqlalchemy.orm.scoped_session",
     "sqlalchemy.orm.session.Session": "sqlalchemy.orm.Session",
     "sqlalchemy.sql.elements.ColumnElement": "sqlalchemy.sql.expression.ColumnElement",
     "sqlalchemy.sql.schema.Column": "sqlalchemy.schema.Column",

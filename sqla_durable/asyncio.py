@@ -255,7 +255,7 @@ class _Watch:
 class _AsyncSessions:
     """Sessions for :class:`.Store` from an asyncio sessionmaker."""
 
-    driver = "psycopg_async"
+    is_async = True
 
     def __init__(self, factory: async_sessionmaker[Any]) -> None:
         if not isinstance(cast(object, factory), async_sessionmaker):

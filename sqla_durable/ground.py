@@ -21,9 +21,9 @@ OLDEST_SERVER = (15,)
 
 
 class Sessions(Protocol):
-    """Where sessions come from, and which driver and thread machinery their connections need."""
+    """Where sessions come from, and which kind of driver and thread their connections need."""
 
-    driver: str
+    is_async: bool
 
     def plain(self) -> Session:
         """Return a session as the user's sessionmaker makes it."""
@@ -64,7 +64,7 @@ class Ground:
             raise ConfigurationError(f"{names} are bound to different engines; bind them to one.")
         engine = cast(Engine, binds[0])
         require_postgresql(engine)
-        if engine.dialect.driver != self.sessions.driver:
+        if not engine.dialect.driver.startswith("psycopg") or engine.dialect.is_async is not self.sessions.is_async:
             raise ConfigurationError(
                 f"{engine!r} uses the driver {engine.dialect.driver}; Runs needs a create_engine() and AsyncRuns a "
                 "create_async_engine() with a URL that starts with postgresql+psycopg:// (psycopg 3)."
@@ -81,11 +81,24 @@ class Ground:
         return Prepared(statement, self.engine, *columns)
 
     def connection(self, session: Session) -> Connection:
-        """Return the connection of a session's transaction, having refused one that would not do."""
+        """Return the connection of a session of the sessionmaker's, having refused one that would not do."""
+        connection = self.callers_connection(session)
+        if connection.engine.pool is not self.engine.pool:
+            raise ConfigurationError(
+                f"the session reached {connection.engine!r} where {self.engine!r} was expected; make one Runs for each "
+                "engine."
+            )
+        return connection
+
+    def callers_connection(self, session: Session) -> Connection:
+        """Return the connection of a caller's transaction, having refused one that would not do."""
         engine = self.engine
         connection = session.connection(bind_arguments={"mapper": self._mappers[0]})
-        if connection.engine is not engine:
-            self._refuse_elsewhere(connection)
+        if connection.engine is not engine and _translation(connection) != self.schema_translate_map:
+            raise ConfigurationError(
+                f"the session translates schemas by {_translation(connection)}, not by {self.schema_translate_map}; "
+                "make one Runs for each schema_translate_map."
+            )
         version = engine.dialect.server_version_info or OLDEST_SERVER
         if version < OLDEST_SERVER:
             raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
@@ -122,15 +135,6 @@ class Ground:
                 return work(session, connection)
 
         return retry_conflicts(once)
-
-    def _refuse_elsewhere(self, connection: Connection) -> None:
-        """Refuse a session that has gone to another database, or schema, than the statements are compiled for."""
-        engine = self.engine
-        if connection.engine.pool is not engine.pool or _translation(connection) != self.schema_translate_map:
-            raise ConfigurationError(
-                f"the session reached {connection.engine!r} where {engine!r} was expected, or another schema of it; "
-                "make one Runs for each engine, or schema_translate_map."
-            )
 
 
 def _translation(bind: Engine | Connection) -> dict[str | None, str | None]:

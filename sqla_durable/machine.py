@@ -35,7 +35,7 @@ class Machine(Generic[StatusT]):
         self.transitions: Mapping[StatusT, frozenset[StatusT]] = MappingProxyType(
             {status: frozenset(transitions.get(status, ())) for status in statuses}
         )
-        self.terminal = frozenset(status for status in statuses if not self.transitions[status])
+        self.terminal: frozenset[StatusT] = frozenset(status for status in statuses if not self.transitions[status])
         self._refuse_unreachable()
         self._refuse_endless()
 

@@ -294,7 +294,7 @@ class Runs(Generic[RunT]):
 class _Sessions:
     """Sessions for :class:`.Store` from a sessionmaker."""
 
-    driver = "psycopg"
+    is_async = False
 
     def __init__(self, factory: sessionmaker[Any]) -> None:
         if not isinstance(cast(object, factory), sessionmaker):

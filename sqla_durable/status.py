@@ -139,7 +139,8 @@ class StatusMachine(Machine[StatusT]):
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
             row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
             won = row is not None
-            if row is None and any(isinstance(loaded, entity) for loaded in session.identity_map.values()):
+            shown = ident, *session.identity_map.values()
+            if row is None and any(isinstance(loaded, entity) for loaded in shown):
                 truth = select(*rows.key, *changed).where(rows.matches())
                 row = connection.execute(truth, rows.parameters(identity)).one_or_none()
         instance = ident if isinstance(ident, entity) else rows.loaded(session, row, identity)

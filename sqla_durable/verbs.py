@@ -172,7 +172,7 @@ class Verbs(Generic[RunT]):
         session = unproxied(session)
         session.flush()
         with translated():
-            connection = self.store.connection(session)
+            connection = self.store.callers_connection(session)
             row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
         if row is not None and (loaded := self.runs.loaded(session, row, identity)) is not None:
             self.runs.show(loaded, row._mapping)
@@ -184,7 +184,7 @@ class Verbs(Generic[RunT]):
         parameters = {**self.runs.parameters(lease.identity), **arguments(fence=lease.fence)}
         with translated():
             self.store.held(
-                self.store.connection(unproxied(session)),
+                self.store.callers_connection(unproxied(session)),
                 lease,
                 lambda connection: connection.execute(self._guard, parameters).one_or_none(),
             )
@@ -197,7 +197,7 @@ class Verbs(Generic[RunT]):
         session = unproxied(session)
         session.flush()
         with translated():
-            if self.steps.record_in(self.store.connection(session), lease, name, text) is None:
+            if self.steps.record_in(self.store.callers_connection(session), lease, name, text) is None:
                 run = f"{self.runs.entity.__name__} {lease.identity!r}"
                 raise StepReused(f"step {name!r} of {run} has a receipt already.")
 

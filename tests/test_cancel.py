@@ -114,7 +114,7 @@ def test_a_request_that_meets_a_later_snapshot_tells_the_caller_to_retry(
             session.get_one(Plan, ident)
             assert plans.claim(ident) is not None
             with pytest.raises(TransactionConflict, match="retry the whole transaction"):
-                plans.request_cancel(session, ident)
+                Runs(sessionmaker(keeping), Plan, PlanStep).request_cancel(session, ident)
     finally:
         keeping.dispose()
 
@@ -240,3 +240,12 @@ def test_an_interrupted_run_with_a_pending_request_is_never_carried_out_again(
         plans.execute(ident, interrupted)
     outcome = plans.execute(ident, lambda run: pytest.fail("a run that was asked to be cancelled was started"))
     assert outcome.status is PlanStatus.CANCELLED
+
+
+def test_a_request_may_be_made_in_a_session_that_differs_from_the_helpers_by_its_isolation_only(
+    engine: Engine, plans: Runs[Plan], claimed: Run[Plan]
+) -> None:
+    ident = claimed.lease.identity[0]
+    with Session(engine.execution_options(isolation_level="SERIALIZABLE")) as session, session.begin():
+        assert plans.request_cancel(session, ident)
+    assert column(engine, ident, "cancel_requested_at") is not None

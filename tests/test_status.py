@@ -313,7 +313,7 @@ def test_a_holder_loses_its_run_to_a_transition_only_where_that_is_said(
     assert not plan_statuses.transition(session, target, PlanStatus.CANCELLED)
     with (
         statements(engine) as sent,
-        pytest.raises(UndeclaredTransition, match="only executing leads to failed.* from_="),
+        pytest.raises(UndeclaredTransition, match=r"only executing leads to failed.* from_="),
     ):
         plan_statuses.transition(session, target, PlanStatus.FAILED)
     assert sent == []

@@ -1,0 +1,280 @@
+"""Every public name used once, as a user would; both type checkers must accept this file as it is. It is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any, assert_type
+from uuid import UUID, uuid4
+
+from sqlalchemy import Index, String, create_engine, func, literal, select
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
+
+import sqla_durable
+from sqla_durable import (
+    Cancelled,
+    ConfigurationError,
+    DatabaseUnavailable,
+    DurableError,
+    Effect,
+    Ending,
+    Failure,
+    HolderError,
+    Lease,
+    LeaseMixin,
+    Lifecycle,
+    LostLease,
+    NestedStep,
+    Outcome,
+    Receipt,
+    ReceiptMismatch,
+    ReceiptMixin,
+    ResultError,
+    Retry,
+    RetryableError,
+    Run,
+    RunMixin,
+    RunNotFound,
+    Runs,
+    StatusMachine,
+    StepFailed,
+    StepOutcome,
+    StepReused,
+    StepTimeout,
+    TransactionConflict,
+    TransactionEnded,
+    UndeclaredTransition,
+    UsageError,
+)
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, transition
+from sqla_durable.testing import lapse, make_due
+
+
+class PlanStatus(StrEnum):
+    PENDING = "pending"
+    APPROVED = "approved"
+    EXECUTING = "executing"
+    EXECUTED = "executed"
+    FAILED = "failed"
+
+
+plan_statuses = StatusMachine(
+    PlanStatus,
+    initial=PlanStatus.PENDING,
+    transitions={
+        PlanStatus.PENDING: {PlanStatus.APPROVED},
+        PlanStatus.APPROVED: {PlanStatus.EXECUTING},
+        PlanStatus.EXECUTING: {PlanStatus.EXECUTED, PlanStatus.FAILED, PlanStatus.APPROVED},
+    },
+)
+plan_lifecycle = Lifecycle(
+    plan_statuses,
+    ready=PlanStatus.APPROVED,
+    running=PlanStatus.EXECUTING,
+    done=PlanStatus.EXECUTED,
+    failed=PlanStatus.FAILED,
+    lease=timedelta(seconds=120),
+    retry=Retry(max_attempts=5, backoff=timedelta(seconds=1), factor=2, cap=timedelta(minutes=5), jitter=0.1),
+    requeue={PlanStatus.FAILED},
+    step_timeout=None,
+)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Plan(RunMixin, Base):
+    """With a ``__table_args__`` tuple of the user's own."""
+
+    __tablename__ = "plan"
+    __lifecycle__ = plan_lifecycle
+    __table_args__ = (Index("ix_plan_title", "title"), {"comment": "plans"})
+
+    id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
+    status: Mapped[PlanStatus] = plan_statuses.column()
+    title: Mapped[str] = mapped_column(String(50))
+    actions: Mapped[list[str]] = mapped_column(JSONB)
+
+
+class PlanStep(ReceiptMixin[Plan], Base):
+    __tablename__ = "plan_step"
+
+
+class DataclassBase(MappedAsDataclass, DeclarativeBase):
+    pass
+
+
+class Task(RunMixin, DataclassBase):
+    __tablename__ = "task"
+    __lifecycle__ = plan_lifecycle
+
+    id: Mapped[int] = mapped_column(primary_key=True, init=False)
+    title: Mapped[str]
+    status: Mapped[PlanStatus] = plan_statuses.column(init=False)
+
+
+class Leased(LeaseMixin, Base):
+    __tablename__ = "leased"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@dataclass
+class Payment:
+    amount: Decimal
+    at: datetime
+
+
+def pay(session: Session, amount: Decimal, *, note: str = "") -> Payment:
+    return Payment(session.scalars(select(literal(amount))).one(), datetime.max)
+
+
+def count(session: Session) -> int:
+    return 1
+
+
+def call(url: str) -> bytes:
+    return url.encode()
+
+
+def carry_out(run: Run[Plan]) -> None:
+    assert_type(run.row, Plan)
+    assert_type(run.lease, Lease)
+    assert_type(run.receipts, tuple[Receipt, ...])
+    for position, _ in enumerate(run.row.actions):
+        assert_type(run.step(position, pay, Decimal(1), note="first"), Payment)
+    assert_type(run.step("count", count), int)
+    assert_type(run.step("inline", lambda session: session.connection().closed), bool)
+    assert_type(run.external("call", call, "https://example.org"), bytes)
+    run.renew()
+    run.finish(title="done")
+
+
+def synchronous(plan: Plan, task: Task) -> None:
+    factory = sessionmaker(create_engine("postgresql+psycopg://"))
+    plans = Runs(factory, Plan, PlanStep, owner="me")
+    assert_type(plans, Runs[Plan])
+    run = plans.claim(plan.id, run_now=True)
+    assert_type(run, Run[Plan] | None)
+    assert_type(plans.claim_due(10), list[Run[Plan]])
+    outcome = plans.execute(plan.id, carry_out, run_now=False)
+    assert_type(outcome, Outcome)
+    assert_type(outcome.ending, Ending)
+    assert_type(outcome.status, StrEnum)
+    assert_type(outcome.receipts, tuple[Receipt, ...])
+    assert_type(outcome.failure, Failure | None)
+    assert_type(outcome.exception, BaseException | None)
+    assert_type(outcome.replayed, bool)
+    assert_type(plans.get(plan.id), Plan | None)
+    assert_type(plans.heal(plan.id), bool)
+    assert_type(plans.reap(), int)
+    assert_type(plans.requeue(plan.id), bool)
+    receipts: Sequence[Receipt] = plans.receipts(plan.id)
+    for receipt in receipts:
+        assert_type(receipt.effect, Effect)
+        assert_type(receipt.outcome, StepOutcome)
+    if run is not None:
+        with factory.begin() as session:
+            plans.fence(session, run.lease)
+            plans.record(session, run.lease, "by hand", {"a": 1})
+            plans.record(session, run.lease, 2, Decimal(1), type_=Decimal)
+            assert_type(plans.request_cancel(session, plan.id), bool)
+        assert_type(plans.hold(run.lease), Run[Plan])
+        run.fail(ValueError("no"), title="failed")
+        run.fail(Failure("ValueError", "no", None))
+        run.release()
+    with factory.begin() as session:
+        won = plan_statuses.transition(
+            session,
+            plan,
+            PlanStatus.APPROVED,
+            from_={PlanStatus.PENDING},
+            where=Plan.created_at > func.now(),
+            values={"title": "approved"},
+        )
+        assert_type(won, bool)
+        assert_type(plan_statuses.transition(session, (Plan, plan.id), PlanStatus.APPROVED), bool)
+        lapse(session, Plan, plan.id)
+        make_due(session, Plan, plan)
+    assert_type(plan_statuses.to_mermaid(), str)
+    assert_type(plan_statuses.terminal, frozenset[PlanStatus])
+    assert_type(plan.status, PlanStatus)
+    assert_type(plan.fence, int)
+    assert_type(plan.lease_expires_at, datetime | None)
+    assert_type(plan.failures, list[dict[str, Any]])
+    assert_type(task.attempts, int)
+    assert_type(PlanStep().step, str)
+    select(Plan).where(Plan.attempts > 1, Plan.lease_owner.is_(None), Leased.fence == 0)
+    Task(title="task")
+
+
+async def async_count(session: AsyncSession, more: int) -> int:
+    return more
+
+
+async def async_call(url: str) -> bytes:
+    return url.encode()
+
+
+async def async_carry_out(run: AsyncRun[Plan]) -> None:
+    assert_type(await run.step("count", async_count, 1), int)
+    assert_type(await run.external("call", async_call, url="https://example.org"), bytes)
+    await run.renew()
+    await run.finish(title="done")
+    await run.fail(ValueError("no"))
+    await run.release()
+
+
+async def asynchronous(plan: Plan) -> None:
+    factory = async_sessionmaker(create_async_engine("postgresql+psycopg://"))
+    plans = AsyncRuns(factory, Plan, PlanStep)
+    assert_type(await plans.execute(plan.id, async_carry_out), Outcome)
+    run = await plans.claim(plan)
+    assert_type(run, AsyncRun[Plan] | None)
+    assert_type(await plans.claim_due(1), list[AsyncRun[Plan]])
+    assert_type(await plans.get(plan.id), Plan | None)
+    assert_type(await plans.receipts(plan.id), tuple[Receipt, ...])
+    assert_type(await plans.heal(plan.id), bool)
+    assert_type(await plans.reap(5), int)
+    assert_type(await plans.requeue(plan.id), bool)
+    async with factory.begin() as session:
+        assert_type(await transition(plan_statuses, session, plan, PlanStatus.APPROVED), bool)
+        assert_type(await plans.request_cancel(session, plan.id), bool)
+        if run is not None:
+            await plans.fence(session, run.lease)
+            await plans.record(session, run.lease, "by hand", None)
+            assert_type(await plans.hold(run.lease), AsyncRun[Plan])
+
+
+def errors(failure: Failure) -> list[type[DurableError]]:
+    try:
+        raise StepFailed("step", failure)
+    except StepFailed as error:
+        assert_type(error.failure, Failure)
+    except HolderError as error:
+        assert_type(error.lease, Lease)
+    return [
+        Cancelled,
+        ConfigurationError,
+        DatabaseUnavailable,
+        LostLease,
+        NestedStep,
+        ReceiptMismatch,
+        ResultError,
+        RetryableError,
+        RunNotFound,
+        StepReused,
+        StepTimeout,
+        TransactionConflict,
+        TransactionEnded,
+        UndeclaredTransition,
+        UsageError,
+    ]
+
+
+assert_type(sqla_durable.__all__, list[str])

@@ -1,0 +1,66 @@
+"""Lines that both type checkers must reject. It is not run.
+
+Each ignore comment stands for the rejection: both checkers report one that is not needed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable import Lifecycle, Receipt, Run, Runs
+from sqla_durable.asyncio import AsyncRun, AsyncRuns
+from tests.typing.accepted import Base, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
+
+
+class Other(StrEnum):
+    ONE = "one"
+
+
+def steps(run: Run[Plan]) -> None:
+    run.step("too many arguments", count, 1)  # type: ignore[call-arg]
+    run.step("wrong type of argument", add, "one")  # type: ignore[arg-type]
+    run.step(1.5, count)  # type: ignore[arg-type]
+    run.step("no session", call, "https://example.org")  # type: ignore[arg-type, call-arg]
+    run.external("a session", count)  # type: ignore[call-arg]
+    text: str = run.step("wrong result", count)  # type: ignore[assignment]
+    print(text, run.row.nothing)  # type: ignore[attr-defined]
+
+
+def add(session: Session, number: int) -> int:
+    return number
+
+
+async def coroutine(session: AsyncSession) -> int:
+    return 1
+
+
+async def async_steps(run: AsyncRun[Plan]) -> None:
+    await run.step("not a coroutine function", count)  # type: ignore[arg-type]
+    text: str = await run.step("wrong result", coroutine)  # type: ignore[arg-type]
+    print(text)
+
+
+def helpers(factory: sessionmaker[Session], async_factory: async_sessionmaker[AsyncSession]) -> None:
+    Runs(factory, Base, PlanStep)  # type: ignore[type-var]
+    Runs(factory, Leased, PlanStep)  # type: ignore[type-var]
+    Runs(factory, Plan, Plan)  # type: ignore[arg-type]
+    Runs(async_factory, Plan, PlanStep)  # type: ignore[arg-type]
+    AsyncRuns(factory, Plan, PlanStep)  # type: ignore[arg-type]
+    Runs(factory, Plan, PlanStep).execute(1, async_handler)
+    AsyncRuns(async_factory, Plan, PlanStep).execute(1, handler)  # type: ignore[arg-type, unused-coroutine]
+
+
+def handler(run: AsyncRun[Plan]) -> None: ...
+
+
+async def async_handler(run: Run[Plan]) -> None: ...
+
+
+def machines(session: Session, plan: Plan, receipt: Receipt) -> None:
+    plan_statuses.transition(session, plan, Other.ONE)  # type: ignore[arg-type]
+    Lifecycle(plan_statuses, ready=PlanStatus.APPROVED)  # type: ignore[call-arg]
+    plan.fence = "1"  # type: ignore[assignment]
+    receipt.step = "other"  # type: ignore[misc]
