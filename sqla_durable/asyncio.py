@@ -7,6 +7,7 @@ its function: there is no second copy of any statement. This module needs greenl
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from sqla_durable.codec import Codec, codec_for
-from sqla_durable.exc import ConfigurationError
+from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
@@ -58,7 +59,7 @@ class AsyncRun(Handle[RunT]):
         codec: Codec[ResultT] = codec_for(fn)
 
         def body(session: AsyncSession) -> ResultT:
-            return _wait_for(fn(session, *args, **kwargs))
+            return _wait_for(fn(session, *args, **kwargs), fn)
 
         return await self._alone(key, partial(self.holder.transactional, key, codec, body))
 
@@ -73,7 +74,7 @@ class AsyncRun(Handle[RunT]):
         codec: Codec[ResultT] = codec_for(fn)
 
         def call() -> ResultT:
-            return _wait_for(fn(*args, **kwargs))
+            return _wait_for(fn(*args, **kwargs), fn)
 
         return await self._alone(key, partial(self.holder.external, key, codec, call))
 
@@ -154,7 +155,8 @@ class AsyncRuns(Generic[RunT]):
         known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            _wait_for(watch.guard(handler(AsyncRun(holder) if known is None else known)))
+            run = AsyncRun(holder) if known is None else known
+            _wait_for(watch.guard(_awaitable(handler(run), handler)), handler)
 
         outcome = await greenlet_spawn(
             self._verbs.execute,
@@ -284,6 +286,12 @@ async def _as_coroutine(awaitable: Awaitable[ResultT]) -> ResultT:
     return await awaitable
 
 
-def _wait_for(awaitable: Awaitable[ResultT]) -> ResultT:
+def _wait_for(awaitable: Awaitable[ResultT], fn: Callable[..., Any]) -> ResultT:
     """Await something of the user's from within the greenlet that the library's own statements run in."""
-    return await_only(_as_coroutine(awaitable))
+    return await_only(_as_coroutine(_awaitable(awaitable, fn)))
+
+
+def _awaitable(result: Awaitable[ResultT], fn: Callable[..., Any]) -> Awaitable[ResultT]:
+    if not inspect.isawaitable(result):
+        raise UsageError(f"{fn!r} returned {result!r:.80}, which cannot be awaited; pass a coroutine function.")
+    return result

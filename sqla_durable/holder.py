@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, cast
 
@@ -31,7 +32,16 @@ from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
 
 ValueT = TypeVar("ValueT")
-_inside: ContextVar[tuple[Holder[Any], str] | None] = ContextVar("sqla_durable_step", default=None)
+_inside: ContextVar[_Body | None] = ContextVar("sqla_durable_step", default=None)
+
+
+@dataclass(eq=False, slots=True)
+class _Body:
+    """A step's body while it runs; a task that it leaves behind keeps a copy of the context, and so of this."""
+
+    holder: Holder[Any]
+    step: str
+    running: bool = True
 
 
 class Holder(Generic[RunT]):
@@ -122,10 +132,10 @@ class Holder(Generic[RunT]):
 
     def refuse_nested(self, key: str | int) -> None:
         """Refuse a step that was started inside the body of another step of this run."""
-        if (outer := _inside.get()) is not None and outer[0] is self:
+        if (outer := self._body()) is not None:
             raise NestedStep(
-                f"step {key!r} was started inside the body of step {outer[1]!r}; its effect would commit with another "
-                "receipt. Call it after that step, or do its work in the same body."
+                f"step {key!r} was started inside the body of step {outer.step!r}; its effect would commit with "
+                "another receipt. Call it after that step, or do its work in the same body."
             )
 
     def _key(self, key: str | int) -> str:
@@ -140,18 +150,24 @@ class Holder(Generic[RunT]):
 
     @contextmanager
     def _within(self, name: str) -> Generator[None, None, None]:
-        token = _inside.set((self, name))
+        body = _Body(self, name)
+        token = _inside.set(body)
         try:
             yield
         finally:
+            body.running = False
             _inside.reset(token)
+
+    def _body(self) -> _Body | None:
+        body = _inside.get()
+        return body if body is not None and body.holder is self and body.running else None
 
     # the lease
 
     def renew(self) -> None:
         """See :meth:`.Run.renew`."""
         self.refuse_lost()
-        if (outer := _inside.get()) is not None and outer[0] is self:
+        if self._body() is not None:
             return
         with self.store.autocommit() as connection:
             self.beat(connection)

@@ -68,7 +68,7 @@ class StatusMachine(Machine[StatusT]):
         """Return the mapped column for this machine's status.
 
         It is a ``VARCHAR`` holding the members' *values* with a named ``CHECK`` on them, and starts as
-        :attr:`initial` in Python and on the server. It is never a native enum, whose type outlives a downgrade and
+        ``initial`` in Python and on the server. It is never a native enum, whose type outlives a downgrade and
         whose new values cannot be used in the migration that adds them.
 
         :param name: the column's name where it differs from the attribute's.

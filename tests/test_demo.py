@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,9 @@ import sqla_durable
 from sqla_durable.demo.exc import DemoError
 from sqla_durable.demo.kills import instants
 from sqla_durable.demo.plan import Label, Payment, StockMove, read_plan
-from tests.support import Background, eventually
 
 PACKAGES = Path(sqla_durable.__file__).parents[1]
+PATIENCE = 60.0
 MOVE = {"kind": "stock_move", "article": "tea", "source": "Hamburg", "target": "Berlin", "quantity": 3}
 PAYMENT = {"kind": "payment", "payer": "shop", "payee": "haulier", "amount": "12.50"}
 LABEL = {"kind": "label", "parcel": "parcel 1", "address": "Berlin"}
@@ -51,14 +52,11 @@ class Demo:
     def until(self, pattern: str) -> re.Match[str]:
         """Read on until a line has the pattern."""
 
-        def search() -> re.Match[str]:
-            for line in self._lines:
-                self.output += line
-                if found := re.search(pattern, line):
-                    return found
-            raise AssertionError(f"no {pattern!r} in:\n{self.output}")
-
-        return Background(search).result()
+        for line in self._lines:
+            self.output += line
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"no {pattern!r} in:\n{self.output}")
 
     def end(self) -> int:
         """Read to the end; return the exit code."""
@@ -70,9 +68,12 @@ class Demo:
 @contextmanager
 def demo(*arguments: str, url: str | None, **environment: str) -> Iterator[Demo]:
     running = Demo(*arguments, url=url, **environment)
+    watchdog = threading.Timer(PATIENCE, running.process.kill)
+    watchdog.start()
     try:
         yield running
     finally:
+        watchdog.cancel()
         running.process.kill()
         running.process.communicate()
 
@@ -158,7 +159,7 @@ def test_interrupted_the_demo_kills_its_process_and_drops_its_database(
         assert alive(pid)
         running.process.send_signal(sent)
         assert running.end() == code, running.output
-    eventually(lambda: not alive(pid), "the end of the process that carries out")
+    assert not alive(pid), "killed by the demo, not ended by the loss of its database"
     assert name not in databases(server_url)
     assert "Traceback" not in running.output
 

@@ -129,7 +129,16 @@ def test_names_follow_the_convention_and_carry_its_prefix_once(bare: Engine, nam
         {ForeignKeyConstraint: "fk_%(table_name)s_%(column_0_N_name)s", "ix": "ix_%(column_0_N_label)s"},
         {"token": lambda constraint, table: "t", "ck": "ck_%(token)s_%(constraint_name)s", "ix": "%(column_0_label)s"},
     ],
-    ids=str,
+    ids=[
+        "ck",
+        "pk",
+        "ix",
+        "fk by name",
+        "ck without a name",
+        "ck and ix by class",
+        "fk by class",
+        "a token of its own",
+    ],
 )
 def test_every_verb_under_a_partial_or_unusual_convention(bare: Engine, convention: dict[Any, Any]) -> None:
     job, step = classes(convention)

@@ -125,7 +125,7 @@ REFUSED: list[Any] = [
     "nul\0",
     "\ud800",
     "\x85",
-    object(),
+    frozenset({1}),
 ]
 
 
