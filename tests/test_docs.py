@@ -160,7 +160,7 @@ def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
 
     event.listen(engine, "before_cursor_execute", note)
     with Session(engine) as session:
-        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED, from_=models.PlanStatus.PENDING)
+        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED)
     yield shown
     engine.dispose()
 

@@ -32,7 +32,7 @@ async def main() -> None:
         plan = Plan(transfers=[{"payer": "ada", "payee": "ben", "amount": 30}])
         session.add_all([plan, Account(name="ada", balance=100), Account(name="ben", balance=0)])
         await session.flush()
-        await transition(plan_statuses, session, plan, PlanStatus.APPROVED, from_=PlanStatus.PENDING)
+        await transition(plan_statuses, session, plan, PlanStatus.APPROVED)
         plan_id = plan.id
 
     outcome = await plans.execute(plan_id, carry_out)

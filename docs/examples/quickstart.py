@@ -78,7 +78,7 @@ def main() -> None:
         plan = Plan(lines=["first", "second", "third"])
         session.add(plan)
         session.flush()
-        assert plan_statuses.transition(session, plan, PlanStatus.APPROVED, from_=PlanStatus.PENDING)
+        assert plan_statuses.transition(session, plan, PlanStatus.APPROVED)  # False would be a lost race
         plan_id = plan.id
 
     outcome = Runs(new_session, Plan, PlanStep).execute(plan_id, carry_out)
