@@ -102,6 +102,9 @@ class Party:
     def _reap(self, ident: UUID) -> bool:
         return self.plans.reap(10) == 1
 
+    def _requeue(self, ident: UUID) -> bool:
+        return self.plans.requeue(ident)
+
     def _claim(self, ident: UUID) -> bool:
         return self.plans.claim(ident) is not None
 

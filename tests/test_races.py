@@ -21,6 +21,7 @@ from tests.support_races import WON, Party, install_gate, race
 #   theirs   running under the next fence
 #   reaped   ready, and the holder may resume it
 #   let-go   ready, without an owner
+#   requeued ready, in another life
 # The first always wins. "yet" is a renewal that skips the locked row: it does not know of the loss yet, and the next
 # one does. Where both win, the second came lawfully after the first: a holder's renewal, then its step; a step that
 # is replayed from the receipt of the same holder's other thread; a reaped run that its holder resumes; an operator's
@@ -72,6 +73,11 @@ claim     | lost mine      | lost mine      | lost mine      | won  mine
 claim_due | lost mine      | lost mine      | lost mine      | won  mine
 reject    | lost cancelled | lost cancelled | lost cancelled | lost cancelled
 cancel    | lost cancelled | lost cancelled | lost cancelled | lost cancelled
+"""
+
+FAILED = """
+        | step          | renew         | heal          | claim         | requeue       | cancel
+requeue | lost requeued | lost requeued | lost requeued | lost requeued | lost requeued | lost requeued
 """
 
 READ_COMMITTED, REPEATABLE_READ, SERIALIZABLE = "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"
@@ -143,6 +149,17 @@ def test_of_two_verbs_on_a_ready_run_one_wins_and_the_other_is_told(
     meet(gated, ident, (ahead, first), (behind, second), told, left)
 
 
+@every(FAILED)
+def test_of_two_verbs_on_a_failed_run_one_wins_and_the_other_is_told(
+    gated: Engine, session_factory: sessionmaker[Session], parties: Both, first: str, second: str, told: str, left: str
+) -> None:
+    ahead, behind = parties
+    ident = held_by_both(session_factory, ahead, behind)
+    with session_factory.begin() as session:
+        assert plan_statuses.transition(session, (Plan, ident), PlanStatus.FAILED, from_=PlanStatus.EXECUTING)
+    meet(gated, ident, (ahead, first), (behind, second), told, left)
+
+
 def test_every_pair_of_verbs_stands_in_the_table() -> None:
     verbs = {"step", "renew", "heal", "reap", "claim", "finish", "release", "transition"}
     pairs = {(first, second) for first, second, _, _ in cells(RUNNING_BUT_LAPSED)}
@@ -187,6 +204,7 @@ def assert_left(engine: Engine, ident: UUID, left: str) -> None:
                 "theirs": PlanStatus.EXECUTING,
                 "reaped": PlanStatus.APPROVED,
                 "let-go": PlanStatus.APPROVED,
+                "requeued": PlanStatus.APPROVED,
                 "done": PlanStatus.EXECUTED,
                 "failed": PlanStatus.FAILED,
                 "cancelled": PlanStatus.CANCELLED,

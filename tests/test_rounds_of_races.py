@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
+import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, func, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -98,6 +99,32 @@ def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
     with engine.connect() as connection:
         fences = dict(connection.execute(select(Plan.id, Plan.fence)).all())
     assert len(claimed) == sum(fences.values()) > len(idents)
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_claimers_that_keep_a_snapshot_carry_out_every_run_once_and_hear_of_no_conflict(
+    engine: Engine, session_factory: sessionmaker[Session], isolation: str
+) -> None:
+    idents = {approved_plan(session_factory) for _ in range(60)}
+    keeping = create_engine(engine.url, isolation_level=isolation)
+    plans: Runs[Plan] = Runs(sessionmaker(keeping), Plan, PlanStep)
+    together = threading.Barrier(4)
+
+    def claimer() -> list[UUID]:
+        done: list[UUID] = []
+        together.wait(20)
+        while runs := plans.claim_due(5):
+            for run in runs:
+                run.step("only", write_entry, str(run.lease.identity[0]))
+                run.finish()
+                done.append(run.lease.identity[0])
+        return done
+
+    done = [ident for worker in [Background(claimer) for _ in range(4)] for ident in worker.result()]
+    keeping.dispose()
+    assert len(done) == len(idents)
+    assert set(done) == idents
+    assert sorted(entries(engine)) == sorted(map(str, idents))
 
 
 def let_all_lapse(connection: Connection) -> None:
