@@ -7,11 +7,17 @@ its function: there is no second copy of any statement. This module needs greenl
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+try:
+    importlib.import_module("greenlet")
+except ImportError as missing:
+    raise ImportError('sqla_durable.asyncio needs greenlet: pip install "sqla_durable[asyncio]"') from missing
 
 from sqlalchemy import ColumnElement
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker

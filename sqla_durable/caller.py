@@ -22,5 +22,5 @@ def require_postgresql(bind: Engine | Connection) -> None:
     """
     if bind.dialect.name != "postgresql":
         raise ConfigurationError(
-            f"{bind.engine!r} is not PostgreSQL; use a URL that starts with postgresql+psycopg:// (psycopg 3)."
+            f"{bind.engine!r} is not PostgreSQL through psycopg 3; use a URL that starts with postgresql+psycopg://."
         )

@@ -62,15 +62,18 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
      after the run was released where it can be; no failure is recorded.
     """
     try:
-        handler()
-    except Exception as error:  # noqa: BLE001 - it is recorded on the run, whatever it is
-        return _ended(holder, error)
+        try:
+            handler()
+        except Exception as error:  # noqa: BLE001 - it is recorded on the run, whatever it is
+            return _ended(holder, error)
+        return _ended(holder, None)
     except BaseException as interruption:
+        if isinstance(interruption, Exception):
+            raise
         if holder.lost is not None:
             return _ended(holder, interruption)
         _let_go(holder)
         raise
-    return _ended(holder, None)
 
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:

@@ -66,8 +66,8 @@ class Ground:
         require_postgresql(engine)
         if not engine.dialect.driver.startswith("psycopg") or engine.dialect.is_async is not self.sessions.is_async:
             raise ConfigurationError(
-                f"{engine!r} uses the driver {engine.dialect.driver}; Runs needs a create_engine() and AsyncRuns a "
-                "create_async_engine() with a URL that starts with postgresql+psycopg:// (psycopg 3)."
+                f"{engine!r} uses the driver {engine.dialect.driver}; Runs needs a create_engine(), AsyncRuns a "
+                "create_async_engine(), of psycopg 3, with a URL that starts with postgresql+psycopg://."
             )
         return engine
 

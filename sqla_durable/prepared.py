@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import namedtuple
+from contextlib import suppress
 from typing import Any, cast
 
 from sqlalchemy import Connection, Engine, Executable
@@ -66,12 +67,15 @@ class Prepared:
 
     def _wrapped(self, connection: Connection, error: Any, values: dict[str, Any], cursor: Any) -> Any:
         """Return what SQLAlchemy raises for a driver's error."""
-        if self._dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor):
+        lost = self._dialect.is_disconnect(error, connection.connection.dbapi_connection, cursor)
+        if lost:
             # On a connection that is lost nothing is executed again, but SQLAlchemy hears of it and has the pool
             # replace all its connections; connection.invalidate() would drop this one only.
-            connection.exec_driver_sql(self._sql, values)
+            with suppress(DBAPIError):
+                connection.exec_driver_sql(self._sql, values)
+        base = self._dialect.loaded_dbapi.Error
         instance: Any = DBAPIError.instance
-        return instance(self._sql, values, error, self._dialect.loaded_dbapi.Error, dialect=self._dialect)
+        return instance(self._sql, values, error, base, connection_invalidated=lost, dialect=self._dialect)
 
 
 def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:

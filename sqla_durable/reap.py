@@ -75,7 +75,8 @@ def request_cancel(runs: RunRows[Any]) -> Update:
 def _reap(runs: RunRows[Any], locking: AnySelect) -> Update:
     error = _lapse_error(runs)
     kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
-    due_again = clock.stamp() + clock.backoff(runs.lifecycle.retry, runs.attempts)
+    # From the lapse on, not from its discovery: a run that nobody looked at for an hour has waited long enough.
+    due_again = runs.lease_expires_at + clock.backoff(runs.lifecycle.retry, runs.attempts)
     changes: dict[Column[Any], Any] = {
         runs.status: _by_fate(runs, runs.constant),
         runs.lease_expires_at: null(),

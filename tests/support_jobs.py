@@ -90,6 +90,44 @@ class PatientStep(ReceiptMixin[Patient], JobBase):
     __tablename__ = "patient_step"
 
 
+class StoppableStatus(StrEnum):
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+stoppable_statuses = StatusMachine(
+    StoppableStatus,
+    initial=StoppableStatus.READY,
+    transitions={
+        StoppableStatus.READY: {StoppableStatus.RUNNING},
+        StoppableStatus.RUNNING: set(StoppableStatus) - {StoppableStatus.RUNNING},
+    },
+)
+
+
+class Stoppable(RunMixin, JobBase):
+    """It can be cancelled, but has no edge for that from ready."""
+
+    __tablename__ = "stoppable"
+    __lifecycle__ = Lifecycle(
+        stoppable_statuses,
+        ready=StoppableStatus.READY,
+        running=StoppableStatus.RUNNING,
+        done=StoppableStatus.DONE,
+        failed=StoppableStatus.FAILED,
+        cancelled=StoppableStatus.STOPPED,
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[StoppableStatus] = stoppable_statuses.column()
+
+
+class StoppableStep(ReceiptMixin[Stoppable], JobBase):
+    __tablename__ = "stoppable_step"
+
+
 def add_jobs(engine: Engine, job: type[Any], count: int) -> list[int]:
     """Create the tables of the jobs, and that many ready ones."""
     JobBase.metadata.create_all(engine)

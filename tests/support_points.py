@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from sqlalchemy import Connection, Engine, event, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Outcome, Run
+from sqla_durable import Outcome, Run, Runs
 from sqla_durable.asyncio import AsyncRun
-from tests.support import Entry, Plan
+from tests.support import Entry, Plan, PlanStatus, PlanStep
 
 COMMITTED = "after commit", "after autocommit statement"
 """The points at which the database has committed something for good."""
@@ -183,3 +184,16 @@ def told(outcome: Outcome) -> dict[str, Any]:
         "receipts": [[r.step, r.outcome.value, r.result, r.effect.value] for r in outcome.receipts],
         "failure": None if outcome.failure is None else outcome.failure.message,
     }
+
+
+def check_given_back(factory: sessionmaker[Session], ident: UUID) -> None:
+    """The run is ready for the next claim, at once, and nothing is held against it."""
+    with factory() as session:
+        plan = session.get_one(Plan, ident)
+    assert plan.status is PlanStatus.APPROVED
+    assert (plan.lease_owner, plan.lease_expires_at) == (None, None)
+    assert (plan.error, plan.failures, plan.finished_at) == (None, [], None)
+    run = Runs(factory, Plan, PlanStep).claim(ident)
+    assert run is not None
+    assert run.lease.fence == plan.fence + 1
+    assert all(receipt.failure is None for receipt in run.receipts)

@@ -9,8 +9,18 @@ from sqlalchemy import Engine, create_engine, update
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Cancelled, Ending, LostLease, RetryableError, Run, Runs, TransactionConflict, UsageError
-from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, entries, let_lapse, write_entry
-from tests.support_jobs import OneShot, OneShotStep
+from tests.support import (
+    Plan,
+    PlanStatus,
+    PlanStep,
+    approved_plan,
+    column,
+    entries,
+    let_lapse,
+    plan_statuses,
+    write_entry,
+)
+from tests.support_jobs import OneShot, OneShotStep, Stoppable, StoppableStatus, StoppableStep, add_jobs
 from tests.support_statements import statements
 
 
@@ -238,6 +248,46 @@ def test_an_interrupted_run_with_a_pending_request_is_never_carried_out_again(
 
     with pytest.raises(KeyboardInterrupt):
         plans.execute(ident, interrupted)
+    outcome = plans.execute(ident, lambda run: pytest.fail("a run that was asked to be cancelled was started"))
+    assert outcome.status is PlanStatus.CANCELLED
+
+
+@pytest.mark.parametrize("verb", ["execute", "claim", "claim_due"])
+def test_a_ready_run_that_was_asked_but_could_not_be_cancelled_at_once_is_claimed_only_to_be_cancelled(
+    engine: Engine, session_factory: sessionmaker[Session], verb: str
+) -> None:
+    jobs: Runs[Stoppable] = Runs(session_factory, Stoppable, StoppableStep)
+    (ident,) = add_jobs(engine, Stoppable, 1)
+    with session_factory.begin() as session:
+        assert jobs.request_cancel(session, ident)
+    target = {"execute": lambda: ident, "claim": lambda: jobs.claim(ident), "claim_due": lambda: jobs.claim_due(1)[0]}
+    outcome = jobs.execute(target[verb](), lambda run: pytest.fail("a run that was asked to be cancelled was started"))
+    assert (outcome.ending, outcome.status) == (Ending.LANDED, StoppableStatus.STOPPED)
+
+
+def test_the_holder_of_a_run_that_was_asked_before_its_claim_sends_nothing(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    jobs: Runs[Stoppable] = Runs(session_factory, Stoppable, StoppableStep)
+    (ident,) = add_jobs(engine, Stoppable, 1)
+    with session_factory.begin() as session:
+        assert jobs.request_cancel(session, ident)
+    run = jobs.claim(ident)
+    assert run is not None
+    with pytest.raises(Cancelled):
+        run.external("sent", lambda: pytest.fail("sent though cancelled"))
+
+
+def test_a_run_that_was_asked_before_it_was_ready_is_never_started(
+    session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    with session_factory.begin() as session:
+        plan = Plan()
+        session.add(plan)
+        session.flush()
+        assert plans.request_cancel(session, plan)
+        plan_statuses.transition(session, plan, PlanStatus.APPROVED)
+        ident = plan.id
     outcome = plans.execute(ident, lambda run: pytest.fail("a run that was asked to be cancelled was started"))
     assert outcome.status is PlanStatus.CANCELLED
 

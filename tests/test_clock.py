@@ -53,6 +53,11 @@ class Watched:
                 at = datetime.fromisoformat(job.failures[-1]["at"]) if name == "failed_at" else getattr(job, name)
                 assert before + ahead <= at <= ended + ahead, name
 
+    def read(self, name: str) -> datetime:
+        with Session(self._engine) as session:
+            at: datetime = getattr(session.get_one(Patient, self.ident), name)
+            return at
+
     def now(self) -> datetime:
         with self._engine.connect() as connection:
             return connection.execute(select(func.clock_timestamp())).scalar_one()
@@ -86,7 +91,9 @@ def test_a_wrong_clock_changes_no_backoff_schedule_or_reaping(engine: Engine, wo
     job.after("claim_due", 1, started_at=NOW, lease_expires_at=LEASE)
     job.after("reap", 0)
     job.let(lapse)
-    job.after("reap", 1, available_at=BACKOFF, failed_at=NOW)
+    lapsed_at = job.read("lease_expires_at")
+    job.after("reap", 1, failed_at=NOW)
+    assert job.read("available_at") == lapsed_at + BACKOFF
     job.let(make_due)
     job.after("claim", True, lease_expires_at=LEASE)
     job.after("transition", True, finished_at=NOW)

@@ -36,14 +36,15 @@ def other(session_factory: sessionmaker[Session]) -> Runs[Brief]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    """A heartbeat of a test's must not reach the next one."""
-    yield
-    eventually(lambda: not beating(), "the end of the heartbeat thread")
+def beating() -> Iterator[Callable[[], list[threading.Thread]]]:
+    """The heartbeat threads of this test, which must not reach the next one."""
+    before = set(threading.enumerate())
 
+    def found() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == THREAD and thread not in before]
 
-def beating() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+    yield found
+    eventually(lambda: not found(), "the end of the heartbeat thread")
 
 
 def read(engine: Engine, ident: int, name: str) -> Any:
@@ -187,7 +188,9 @@ def test_a_run_of_a_batch_has_a_heartbeat_while_it_waits_for_its_turn(engine: En
     assert jobs.execute(second, lambda run: None).status is JobStatus.DONE
 
 
-def test_one_thread_beats_for_all_runs_and_ends_when_there_is_none(engine: Engine, jobs: Runs[Brief]) -> None:
+def test_one_thread_beats_for_all_runs_and_ends_when_there_is_none(
+    engine: Engine, jobs: Runs[Brief], beating: Callable[[], list[threading.Thread]]
+) -> None:
     idents = add_jobs(engine, Brief, 3)
     assert beating() == []
     together = threading.Barrier(3)

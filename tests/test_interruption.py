@@ -1,9 +1,9 @@
-"""Interruptions: rolled back, no failure recorded, released where that can be, and passed on; and processes that die."""
+"""Interruptions: the step rolled back, no failure recorded, the run given back where it can be, and passed on."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqla_durable import ConfigurationError, Ending, Run, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.support import (
+    DEADLINE,
     Entry,
     Plan,
     PlanStatus,
@@ -25,13 +26,11 @@ from tests.support import (
     approved_plan,
     column,
     entries,
-    eventually,
     let_lapse,
     write_entry,
 )
 from tests.support_brief import ErrandStatus, errands
-from tests.support_points import EFFECTS, STEPS, Points, carry_out, commits
-from tests.support_processes import Program
+from tests.support_points import EFFECTS, STEPS, Points, carry_out, check_given_back, commits
 
 INTERRUPTIONS = [KeyboardInterrupt, SystemExit, GeneratorExit]
 
@@ -39,19 +38,6 @@ INTERRUPTIONS = [KeyboardInterrupt, SystemExit, GeneratorExit]
 @pytest.fixture
 def plans(session_factory: sessionmaker[Session]) -> Runs[Plan]:
     return Runs(session_factory, Plan, PlanStep)
-
-
-def check_given_back(engine: Engine, factory: sessionmaker[Session], ident: UUID) -> None:
-    """The run is ready for the next claim, at once, and nothing is held against it."""
-    with factory() as session:
-        plan = session.get_one(Plan, ident)
-    assert plan.status is PlanStatus.APPROVED
-    assert (plan.lease_owner, plan.lease_expires_at) == (None, None)
-    assert (plan.error, plan.failures, plan.finished_at) == (None, [], None)
-    run = Runs(factory, Plan, PlanStep).claim(ident)
-    assert run is not None
-    assert run.lease.fence == plan.fence + 1
-    assert all(receipt.failure is None for receipt in run.receipts)
 
 
 # the synchronous form
@@ -92,7 +78,7 @@ def test_an_interruption_rolls_back_gives_the_run_back_and_passes(
     assert caught.value is raised
     assert entries(engine) == ([] if place == "before" else ["a"])
     assert [receipt.step for receipt in plans.receipts(ident)] == ([] if place == "before" else ["first"])
-    check_given_back(engine, session_factory, ident)
+    check_given_back(session_factory, ident)
 
 
 def test_an_interruption_at_any_point_never_fails_a_run_and_never_doubles_an_effect(
@@ -212,12 +198,12 @@ async def async_plans(engine: Engine) -> AsyncIterator[AsyncRuns[Plan]]:
     await async_engine.dispose()
 
 
-async def wait_in(place: str, reached: asyncio.Event, run: AsyncRun[Plan]) -> None:
+async def wait_in(place: str, reached: Callable[[], None], run: AsyncRun[Plan]) -> None:
     """A handler that gets to one place and stays there."""
 
     async def wait(here: str) -> None:
         if here == place:
-            reached.set()
+            reached()
             await asyncio.Event().wait()
 
     async def body(session: AsyncSession) -> None:
@@ -225,7 +211,7 @@ async def wait_in(place: str, reached: asyncio.Event, run: AsyncRun[Plan]) -> No
         await session.flush()
         await wait("step")
         if place == "statement":
-            reached.set()
+            reached()
             await session.execute(text("SELECT pg_sleep(60)"))
 
     await wait("before")
@@ -248,8 +234,9 @@ def test_a_cancelled_task_rolls_back_gives_the_run_back_and_is_cancelled(
     async def main() -> None:
         async with async_plans(engine) as plans:
             reached = asyncio.Event()
-            task = asyncio.create_task(plans.execute(ident, partial(wait_in, place, reached)))
-            await reached.wait()
+            task = asyncio.create_task(plans.execute(ident, partial(wait_in, place, reached.set)))
+            async with asyncio.timeout(DEADLINE):
+                await reached.wait()
             task.cancel("enough")
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -257,7 +244,7 @@ def test_a_cancelled_task_rolls_back_gives_the_run_back_and_is_cancelled(
 
     asyncio.run(main())
     assert entries(engine) == ([] if place == "before" else ["a"])
-    check_given_back(engine, session_factory, ident)
+    check_given_back(session_factory, ident)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -266,24 +253,19 @@ def test_a_timeout_around_execute_gives_the_run_back_and_raises_timeout_error(
 ) -> None:
     ident = approved_plan(session_factory)
 
+    async def expiring(plans: AsyncRuns[Plan]) -> None:
+        now = asyncio.get_running_loop().time
+        async with asyncio.timeout(None) as limit:
+            await plans.execute(ident, partial(wait_in, place, lambda: limit.reschedule(now())))
+
     async def main() -> None:
         async with async_plans(engine) as plans:
-            reached = asyncio.Event()
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(None) as limit:
-
-                    async def expire() -> None:
-                        await reached.wait()
-                        limit.reschedule(asyncio.get_running_loop().time())
-
-                    expiry = asyncio.create_task(expire())
-                    await plans.execute(ident, partial(wait_in, place, reached))
-            await expiry
-            assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+                await expiring(plans)
 
     asyncio.run(main())
     assert entries(engine) == ([] if place == "before" else ["a"])
-    check_given_back(engine, session_factory, ident)
+    check_given_back(session_factory, ident)
 
 
 def test_a_timeout_inside_the_handler_is_the_handlers_own_affair(
@@ -310,85 +292,3 @@ def test_a_timeout_inside_the_handler_is_the_handlers_own_affair(
 
     asyncio.run(main())
     assert entries(engine) == ["instead"]
-
-
-# real processes
-
-
-def url_of(engine: Engine) -> str:
-    return engine.url.render_as_string(hide_password=False)
-
-
-@pytest.fixture
-def interrupted(engine: Engine) -> Iterator[Callable[[str, str], Program]]:
-    programs: list[Program] = []
-
-    def start(form: str, place: str) -> Program:
-        programs.append(Program("interrupted", url_of(engine), form, place))
-        return programs[-1]
-
-    yield start
-    for program in programs:
-        program.__exit__()
-
-
-@pytest.mark.parametrize("form", ["sync", "async"])
-@pytest.mark.parametrize("place", ["step", "call", "between"])
-def test_ctrl_c_gives_the_run_back_before_the_process_ends(
-    engine: Engine,
-    session_factory: sessionmaker[Session],
-    interrupted: Callable[[str, str], Program],
-    form: str,
-    place: str,
-) -> None:
-    ident = approved_plan(session_factory)
-    program = interrupted(form, place)
-    assert program.ask({"ident": str(ident)}) == "waiting"
-    program.interrupt()
-    assert program.receive() == "KeyboardInterrupt"
-    assert program.wait() == 0
-    assert entries(engine) == (["first", "second"] if place == "call" else ["first"])
-    check_given_back(engine, session_factory, ident)
-
-
-@pytest.mark.parametrize("place", ["step", "call", "handler"])
-def test_a_run_that_kills_its_process_each_time_is_dead_after_its_last_attempt(
-    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], place: str
-) -> None:
-    ident = approved_plan(session_factory)
-    allowed = Plan.__lifecycle__.retry.max_attempts
-    assert allowed == 3
-    for start in range(1, allowed + 1):
-        with Program("self_killer", url_of(engine), place) as program:
-            program.send({"ident": str(ident)})
-            assert program.wait() < 0
-        assert column(engine, ident, "attempts") == start
-        assert column(engine, ident, "status") is PlanStatus.EXECUTING
-        let_lapse(session_factory, ident)
-        eventually(lambda: not _locked(engine), "the end of the dead process's transaction")
-    with Program("self_killer", url_of(engine), place) as program:
-        assert program.ask({"ident": str(ident)}) == [Ending.LANDED.value, PlanStatus.DEAD.value]
-    check_dead(engine, session_factory, plans, ident, allowed)
-
-
-def _locked(engine: Engine) -> bool:
-    query = text("SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND datname = :name")
-    with engine.connect() as connection:
-        return bool(connection.scalar(query, {"name": engine.url.database}))
-
-
-def check_dead(engine: Engine, factory: sessionmaker[Session], plans: Runs[Plan], ident: UUID, allowed: int) -> None:
-    with factory() as session:
-        plan = session.get_one(Plan, ident)
-    assert (plan.status, plan.attempts, plan.fence) == (PlanStatus.DEAD, allowed, allowed)
-    assert plan.error is not None
-    assert plan.error["type"] == "LeaseLapsed"
-    assert "lapsed" in plan.error["message"]
-    assert f"attempt {allowed}" in plan.error["message"]
-    assert [(failure["attempt"], failure["type"]) for failure in plan.failures] == [
-        (attempt, "LeaseLapsed") for attempt in range(1, allowed + 1)
-    ]
-    assert entries(engine) == []
-    outcome = plans.execute(ident, lambda run: pytest.fail("a dead run ran"))
-    assert outcome.failure is not None
-    assert (outcome.status, outcome.failure.type) == (PlanStatus.DEAD, "LeaseLapsed")

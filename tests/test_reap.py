@@ -14,7 +14,7 @@ from sqla_durable import LostLease, RetryableError, Run, Runs, StepFailed, Usage
 from sqla_durable.fence import HISTORY
 from sqla_durable.testing import lapse
 from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, entries, let_lapse, write_entry
-from tests.support_jobs import JobStatus, OneShot, OneShotStep, add_jobs
+from tests.support_jobs import JobStatus, OneShot, OneShotStep, Patient, PatientStep, add_jobs
 
 
 @pytest.fixture
@@ -120,6 +120,24 @@ def test_a_lifecycle_that_says_so_fails_a_lapsed_run_for_good(
     assert (job.status, job.lease_owner, job.finished_at is None) == (JobStatus.FAILED, None, False)
     with pytest.raises(LostLease):
         run.finish()
+
+
+def test_a_run_that_nobody_looked_at_for_its_backoff_is_claimed_as_soon_as_it_is_reaped(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    jobs: Runs[Patient] = Runs(session_factory, Patient, PatientStep)
+    late, early = add_jobs(engine, Patient, 2)
+    for ident, ago in ((late, timedelta(seconds=61)), (early, timedelta(seconds=30))):
+        assert jobs.claim(ident) is not None
+        with session_factory.begin() as session:
+            session.execute(
+                update(Patient).where(Patient.id == ident).values(lease_expires_at=func.clock_timestamp() - ago)
+            )
+    assert [run.lease.identity for run in jobs.claim_due(2)] == [(late,)]
+    assert jobs.claim(early) is None
+    early_plan = jobs.get(early)
+    assert early_plan is not None
+    assert early_plan.status is JobStatus.READY
 
 
 SPENT, ASKED = {"attempts": 3}, {"cancel_requested_at": func.now()}
