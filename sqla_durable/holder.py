@@ -66,6 +66,7 @@ class Holder(Generic[RunT]):
         self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
+        self.note_cancel(requested=row.cancel_requested_at is not None)
 
     def known(self) -> tuple[Receipt, ...]:
         """Return the receipts known to this holder in the order they were recorded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -39,7 +39,7 @@ from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
 from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
-from sqla_durable.rows import AnySelect, Rows, bound
+from sqla_durable.rows import AnySelect, Ident, Rows, among, bound
 
 RunT = TypeVar("RunT")
 
@@ -257,11 +257,11 @@ def recording(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     return _insert(receipts, held, values)
 
 
-def of_run(receipts: ReceiptRows) -> AnySelect:
-    """Read the receipts of one run in the order they were recorded."""
+def of_runs(receipts: ReceiptRows, identities: Sequence[Ident]) -> AnySelect:
+    """Read the receipts of some runs, each after its run's key, in the order they were recorded."""
     return (
-        select(*receipts.recorded())
-        .where(*receipts.of_run(), receipts.outcome.is_not(None))
+        select(*receipts.run_key, *receipts.recorded())
+        .where(among(receipts.run_key, identities), receipts.outcome.is_not(None))
         .order_by(receipts.recorded_at, receipts.step)
     )
 
@@ -277,8 +277,8 @@ def forget_failed(receipts: ReceiptRows) -> Delete:
     return delete(receipts.table).where(*receipts.of_run(), failed)
 
 
-def receipt_of(row: Any) -> Receipt:
-    """Return the value for a row of :func:`of_run` or :func:`one`."""
+def receipt_of(row: Sequence[Any]) -> Receipt:
+    """Return the value for the columns that :meth:`.ReceiptRows.recorded` names."""
     step, outcome, result, error, effect, fence, recorded_at = row
     value = None if result is None else json.loads(result)
     failure = None if error is None else Failure.from_json(json.loads(error))

@@ -65,6 +65,13 @@ def arguments(**values: Any) -> dict[str, Any]:
     return {f"durable_{name}": value for name, value in values.items()}
 
 
+def among(key: Sequence[Column[Any]], identities: Sequence[Ident]) -> ColumnElement[bool]:
+    """The condition that the columns of a key have one of these values."""
+    if len(key) == 1:
+        return key[0].in_([identity[0] for identity in identities])
+    return tuple_(*key).in_(identities)
+
+
 def constant(column: ColumnElement[Any], value: object) -> ColumnElement[Any]:
     """Return ``value`` as a constant in the SQL text, where a partial index's predicate can match it.
 
@@ -166,12 +173,6 @@ class Rows(Generic[EntityT]):
         """The condition that a row has the key given by :meth:`parameters`, and belongs to the class."""
         pairs = zip(self.key, self.binds(), strict=True)
         return and_(*(column == bind for column, bind in pairs), *self.of_class())
-
-    def among(self, identities: Sequence[Ident]) -> ColumnElement[bool]:
-        """The condition that a row has one of these keys."""
-        if len(self.key) == 1:
-            return self.key[0].in_([identity[0] for identity in identities])
-        return tuple_(*self.key).in_(identities)
 
     def of_class(self) -> list[ColumnElement[bool]]:
         """The conditions, if any, that a row belongs to the class and not to a sibling in the same table."""

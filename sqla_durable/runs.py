@@ -178,7 +178,8 @@ class Runs(Generic[RunT]):
     def claim(self, ident: object, *, run_now: bool = False) -> Run[RunT] | None:
         """Claim one run: the conditional transition to running that issues a new fence and a lease.
 
-        A lapsed holder's run is reaped first, in the same transaction. A row that is only locked is waited for.
+        A lapsed holder's run is reaped first, in the same transaction. A row that is locked is waited for: by a claim
+        of the same moment, or by a step whose lease has lapsed, for as long as the step takes.
 
         :param ident: the primary key, as :meth:`~sqlalchemy.orm.Session.get` takes it, or the loaded object.
         :param run_now: claim a run that is not due, too.

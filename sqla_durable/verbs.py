@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from os import getpid
 from socket import gethostname
@@ -23,7 +23,7 @@ from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import Receipt, receipt_of
-from sqla_durable.rows import AnyRow, Ident, arguments
+from sqla_durable.rows import AnyRow, Ident, among, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
 from sqla_durable.step import Steps
@@ -112,6 +112,7 @@ class Verbs(Generic[RunT]):
             holder = taken
 
             def begin() -> None:
+                holder.refuse_lost()
                 handler(holder)
 
         with self.heartbeat.keeping(holder, on_lost):
@@ -242,6 +243,11 @@ class Verbs(Generic[RunT]):
         self, session: Session, connection: Connection, leases: Sequence[Lease], *, claimed: bool = True
     ) -> list[Holder[RunT]]:
         loaded = self._load(session, [lease.identity for lease in leases])
+        # A run that was claimed for the first time just now has no receipts to read.
+        again = [lease.identity for lease in leases if not claimed or lease.fence > 1]
+        known: dict[Ident, list[Receipt]] = {lease.identity: [] for lease in leases}
+        for identity, recorded in self._receipts_of(connection, again):
+            known[identity].append(recorded)
         holders: list[Holder[RunT]] = []
         for lease in leases:
             if lease.identity not in loaded:
@@ -249,9 +255,7 @@ class Verbs(Generic[RunT]):
                     f"{self.runs.entity.__name__} {lease.identity!r} is hidden from the session, by loader criteria "
                     "for one; a run that is claimed must be visible. The claim was undone."
                 )
-            # A run that was claimed for the first time just now has no receipts to read.
-            known = () if claimed and lease.fence == 1 else self._receipts(connection, lease.identity)
-            holders.append(Holder(self.steps, lease, loaded[lease.identity], known))
+            holders.append(Holder(self.steps, lease, loaded[lease.identity], known[lease.identity]))
         for holder in holders:
             holder.batch = tuple(holders)
         return holders
@@ -262,13 +266,19 @@ class Verbs(Generic[RunT]):
         mapper = self.runs.mapper
         # The rows are detached, where a subclass's own columns could not be loaded any more.
         whole = with_polymorphic(mapper, "*") if len(list(mapper.self_and_descendants)) > 1 else mapper
-        found = session.scalars(select(whole).where(self.runs.among(identities))).unique().all()
+        found = session.scalars(select(whole).where(among(self.runs.key, identities))).unique().all()
         session.expunge_all()
         return {self.runs.identity(row): row for row in found}
 
     def _receipts(self, connection: Connection, identity: Ident) -> tuple[Receipt, ...]:
-        rows = connection.execute(self._of_run, self.runs.parameters(identity))
-        return tuple(receipt_of(row) for row in rows)
+        # One run's, whatever the key in its rows: the caller's may be a value that the column's type converts.
+        return tuple(known for _, known in self._receipts_of(connection, [identity]))
+
+    def _receipts_of(self, connection: Connection, identities: Sequence[Ident]) -> Iterator[tuple[Ident, Receipt]]:
+        width = len(self.runs.key)
+        for row in connection.execute(receipt.of_runs(self.store.receipts, identities)) if identities else ():
+            columns: Sequence[Any] = tuple(row)
+            yield tuple(columns[:width]), receipt_of(columns[width:])
 
     # statements
 
@@ -303,10 +313,6 @@ class Verbs(Generic[RunT]):
     @cached_property
     def _guard(self) -> Any:
         return fence.guard(self.runs)
-
-    @cached_property
-    def _of_run(self) -> Any:
-        return receipt.of_run(self.store.receipts)
 
 
 def _check_limit(limit: int) -> None:

@@ -174,7 +174,7 @@ def test_a_cancelled_task_undoes_the_step_releases_the_run_and_passes_on(
         nonlocal reached
         reached = asyncio.Event()
         task = asyncio.create_task(plans.execute(ident, carry_out))
-        await reached.wait()
+        await asyncio.wait_for(reached.wait(), 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -231,7 +231,7 @@ def test_a_handler_that_swallows_a_cancellation_cannot_hide_it_from_the_caller(e
         nonlocal reached
         reached = asyncio.Event()
         task = asyncio.create_task(plans.execute(ident, carry_out))
-        await reached.wait()
+        await asyncio.wait_for(reached.wait(), 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

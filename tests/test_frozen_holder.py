@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine, select, text
+from sqlalchemy import Engine, create_engine, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Ending, LostLease, Outcome, Run, Runs
@@ -20,9 +21,12 @@ STEPS = ["first", "second", "third"]
 
 
 @pytest.fixture
-def errands(engine: Engine, session_factory: sessionmaker[Session]) -> Runs[Any]:
+def errands(engine: Engine) -> Iterator[Runs[Any]]:
     BRIEF.create(engine)
-    return BRIEF.runs(session_factory, owner="the new holder")
+    # A frozen holder that kept its row for ever would be waited for no longer than this.
+    patience = create_engine(engine.url, connect_args={"options": "-c lock_timeout=15s"})
+    yield BRIEF.runs(sessionmaker(patience), owner="the new holder")
+    patience.dispose()
 
 
 def started(engine: Engine, place: str) -> Program:

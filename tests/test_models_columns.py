@@ -1,4 +1,6 @@
-"""What the user's model does (onupdate, version ids, eager loads, loader criteria) and what the library leaves alone."""
+"""What the user's model does (onupdate, version ids, eager loads, criteria), and what the library leaves alone."""
+
+# ruff: noqa: RUF012 - mapper and table arguments are written as SQLAlchemy's documentation writes them
 
 from __future__ import annotations
 
@@ -253,7 +255,7 @@ def test_a_claim_waits_for_a_short_lock_on_the_row_by_the_users_code(bare: Engin
     assert claiming.result() is not None
 
 
-# --- loader criteria (H50)
+# --- loader criteria
 
 
 def hiding(factory: sessionmaker[Session], *entities: type[Any]) -> None:
@@ -306,7 +308,7 @@ def test_a_hidden_run_is_not_claimed_and_the_error_says_why(bare: Engine) -> Non
     assert run.step("only", leave, "a") == "a"
 
 
-# --- status values (H43)
+# --- status values
 
 
 def test_values_are_stored_and_the_partial_indexes_serve_claim_and_reap(bare: Engine) -> None:

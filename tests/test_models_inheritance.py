@@ -1,5 +1,7 @@
 """Runs in inheritance hierarchies: only rows of the bound class are touched, and the mixin goes on the root."""
 
+# ruff: noqa: RUF012 - mapper and table arguments are written as SQLAlchemy's documentation writes them
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -165,7 +167,11 @@ def sibling(request: pytest.FixtureRequest, bare: Engine) -> tuple[Runs[Any], Ru
     make_effects(bare)
     factory = sessionmaker(bare)
     theirs = Runs(factory, other, step)
-    return Runs(factory, entity, step), theirs, Driver(theirs, bare, factory, other, lambda status: other(status=status))
+    return (
+        Runs(factory, entity, step),
+        theirs,
+        Driver(theirs, bare, factory, other, lambda status: other(status=status)),
+    )
 
 
 def test_a_siblings_row_is_not_found_claimed_read_or_carried_out(

@@ -186,7 +186,12 @@ def test_a_composite_key_is_taken_as_session_get_takes_it_and_as_an_object(bare:
     tenant, name = driver.add()
     with driver.factory() as session:
         row = session.get_one(Pair, (tenant, name))
-    given = {"tuple": (tenant, name), "list": [tenant, name], "mapping": {"name": name, "tenant": tenant}, "object": row}
+    given = {
+        "tuple": (tenant, name),
+        "list": [tenant, name],
+        "mapping": {"name": name, "tenant": tenant},
+        "object": row,
+    }
     run = driver.runs.claim(given[form])
     assert run.lease.identity == (tenant, name)
     assert driver.runs.get(given[form]).name == name

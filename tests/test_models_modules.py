@@ -1,4 +1,4 @@
-"""Models in real modules: postponed annotations, forward references, and classes split over two files (H75)."""
+"""Models in real modules: postponed annotations, forward references, and classes split over two files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Runs in schemas: on the table, on the metadata, and translated per tenant; receipts live beside their run."""
 
+# ruff: noqa: RUF012 - mapper and table arguments are written as SQLAlchemy's documentation writes them
+
 from __future__ import annotations
 
 import logging

@@ -44,7 +44,7 @@ def succeeded(plans: Runs[Plan], run: Run[Plan]) -> list[str]:
     return [receipt.step for receipt in plans.receipts(run.row.id) if receipt.outcome == "succeeded"]
 
 
-# --- events (H55)
+# --- events around the commit
 
 
 def test_after_commit_fires_once_after_the_real_commit_with_the_bodys_values(
@@ -224,7 +224,7 @@ def test_a_before_commit_that_ends_the_transaction_is_told_so(
     assert succeeded(plans, run) == []
 
 
-# --- objects that outlive their session (H46)
+# --- objects that outlive their session
 
 
 @pytest.mark.parametrize("expire", [True, False])
@@ -296,7 +296,7 @@ def test_the_row_can_be_merged_into_a_step_and_changed_there(
     assert column(engine, run.row.id, "status") is PlanStatus.EXECUTED
 
 
-# --- several threads (H54)
+# --- several threads
 
 
 def test_two_threads_of_one_handle_do_not_both_run_a_step(engine: Engine, run: Run[Plan]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
-from sqla_durable import ConfigurationError, ReceiptMixin, Run, RunMixin, Runs
+from sqla_durable import ConfigurationError, Lease, ReceiptMixin, Run, RunMixin, Runs
 from tests.support import Entry, Plan, PlanStatus, PlanStep, approved_plan, entries, plan_statuses, write_entry
 from tests.support_models import Driver, JobStatus, jobs, lifecycle, make_effects
 
@@ -70,8 +70,8 @@ FACTORIES: dict[str, Callable[[Engine], sessionmaker[Any]]] = {
     "autobegin=False": lambda engine: sessionmaker(engine, autobegin=False),
     "close_resets_only=False": lambda engine: sessionmaker(engine, close_resets_only=False),
     "join_transaction_mode": lambda engine: sessionmaker(engine, join_transaction_mode="create_savepoint"),
-    "binds=": lambda engine: sessionmaker(binds={Base: engine, Entry: engine}),
-    "binds= and bind": lambda engine: sessionmaker(engine, binds={Job: engine}),
+    "binds=": lambda engine: sessionmaker(engine, binds={Base: engine}),
+    "binds= of one class": lambda engine: sessionmaker(engine, binds={Job: engine}),
     "own class": lambda engine: sessionmaker(class_=OwnSession, tenant="a", engine=engine),
     "configured later": lambda engine: configured(sessionmaker(), engine),
 }
@@ -84,11 +84,7 @@ def configured(factory: sessionmaker[Session], engine: Engine) -> sessionmaker[S
 
 @pytest.mark.parametrize("options", FACTORIES)
 def test_every_verb_with_a_sessionmaker_that_is(bare: Engine, options: str) -> None:
-    if options == "binds=":  # the effects are textual and need a bind of their own
-        factory = sessionmaker(bare, binds={Base: bare})
-    else:
-        factory = FACTORIES[options](bare)
-    driver(bare, factory).every_verb()
+    driver(bare, FACTORIES[options](bare)).every_verb()
     assert bare.pool.checkedout() == 0  # type: ignore[attr-defined]
 
 
@@ -102,9 +98,7 @@ def test_every_verb_under_an_isolation_level(bare: Engine, level: str, by: str) 
             engine = bare.execution_options(isolation_level=level)
         case _:
             option = level.replace(" ", "\\ ").lower()
-            engine = create_engine(
-                bare.url, connect_args={"options": f"-c default_transaction_isolation={option}"}
-            )
+            engine = create_engine(bare.url, connect_args={"options": f"-c default_transaction_isolation={option}"})
     driver(bare, sessionmaker(engine)).every_verb()
     engine.dispose()
 
@@ -178,19 +172,15 @@ def test_another_database_gets_a_clear_error_at_the_first_statement(verb: str) -
 def test_another_database_gets_a_clear_error_in_the_callers_session_too(verb: str) -> None:
     engine = create_engine("sqlite://")
     runs = runs_for(engine)
-    from sqla_durable import Lease
-
     lease = Lease("job", (1,), 1, 1, "me")
+    calls: dict[str, Callable[[Session], object]] = {
+        "fence": lambda session: runs.fence(session, lease),
+        "record": lambda session: runs.record(session, lease, "own", 1),
+        "request_cancel": lambda session: runs.request_cancel(session, 1),
+        "transition": lambda session: jobs.transition(session, (Job, 1), JobStatus.READY),
+    }
     with Session(engine) as session, pytest.raises(ConfigurationError, match="not PostgreSQL"):
-        match verb:
-            case "fence":
-                runs.fence(session, lease)
-            case "record":
-                runs.record(session, lease, "own", 1)
-            case "request_cancel":
-                runs.request_cancel(session, 1)
-            case _:
-                jobs.transition(session, (Job, 1), JobStatus.READY)
+        calls[verb](session)
 
 
 def test_another_driver_for_postgresql_gets_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +270,7 @@ def test_a_body_that_reaches_a_second_engine_is_refused_and_nothing_is_committed
         run.step("only", late)
     assert made.runs.receipts(run.row.id) == ()
     with bare.connect() as connection:
-        assert connection.scalar(text('SELECT count(*) FROM public.effect')) == 0
+        assert connection.scalar(text("SELECT count(*) FROM public.effect")) == 0
         assert connection.scalar(text('SELECT count(*) FROM "order"')) == 0
     other.dispose()
 
@@ -306,7 +296,7 @@ def test_two_engines_in_two_phases_commit_together(bare: Engine) -> None:
 
     run.step("only", body)
     with bare.connect() as connection:
-        assert connection.scalar(text('SELECT count(*) FROM public.effect')) == 1
+        assert connection.scalar(text("SELECT count(*) FROM public.effect")) == 1
         assert connection.scalar(text('SELECT count(*) FROM "order"')) == 1
     other.dispose()
 
@@ -327,9 +317,7 @@ def test_a_session_whose_bind_changes_from_call_to_call_never_writes_to_the_wron
 
     for name, engine in places.items():
         event.listen(engine, "commit", lambda connection, name=name: used.append(name))
-        event.listen(
-            engine, "before_cursor_execute", lambda *_, name=name: used.append(name)
-        )
+        event.listen(engine, "before_cursor_execute", lambda *_, name=name: used.append(name))
     with sessionmaker(bare).begin() as session:
         session.add_all([Job(id=1, status=JobStatus.READY), Job(id=2, status=JobStatus.READY)])
     assert runs.claim(1) is not None

@@ -117,14 +117,18 @@ def deleted(others: Runs[Plan], factory: sessionmaker[Session], run: Any) -> Non
         session.execute(delete(Plan))
 
 
+def _taken_away(session: Session, run: Any, to: PlanStatus) -> bool:
+    return plan_statuses.transition(session, (Plan, run.lease.identity), to, from_=PlanStatus.EXECUTING)
+
+
 def moved_to_terminal(others: Runs[Plan], factory: sessionmaker[Session], run: Any) -> None:
     with factory.begin() as session:
-        assert plan_statuses.transition(session, (Plan, run.lease.identity), PlanStatus.FAILED)
+        assert _taken_away(session, run, PlanStatus.FAILED)
 
 
 def moved_to_ready(others: Runs[Plan], factory: sessionmaker[Session], run: Any) -> None:
     with factory.begin() as session:
-        assert plan_statuses.transition(session, (Plan, run.lease.identity), PlanStatus.APPROVED)
+        assert _taken_away(session, run, PlanStatus.APPROVED)
 
 
 LOSSES: list[Loss] = [

@@ -337,7 +337,7 @@ def test_inside_a_savepoint_a_swallowed_database_error_is_fine(
 def test_a_database_error_that_passes_is_the_steps_failure(
     engine: Engine, plans: Runs[Plan], run: Run[Plan], error: str
 ) -> None:
-    with pytest.raises(Exception, match="duplicate key|division by zero"):
+    with pytest.raises(Exception, match=r"duplicate key|division by zero"):
         run.step("only", ERRORS[error])
     assert entries(engine) == []
     (receipt,) = plans.receipts(run.row.id)

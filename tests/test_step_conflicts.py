@@ -268,7 +268,7 @@ COROUTINES = {
     "a coroutine function": async_body,
     "a partial of one": functools.partial(async_body),
     "a callable object": AsyncCallable(),
-    "a lambda that returns a coroutine": lambda session: async_body(session),
+    "a lambda that returns a coroutine": lambda session: async_body(session),  # noqa: PLW0108 - a lambda is the point
 }
 
 
