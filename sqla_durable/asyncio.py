@@ -19,8 +19,8 @@ try:
 except ImportError as missing:
     raise ImportError('sqla_durable.asyncio needs greenlet: pip install "sqla_durable[asyncio]"') from missing
 
-from sqlalchemy import ColumnElement
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy import ColumnElement, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -272,15 +272,15 @@ class _AsyncSessions:
         sync_class = factory.kw.get("sync_session_class") or factory.class_.sync_session_class
         self._step_class = step_session_class(sync_class)
 
-    def plain(self) -> Session:
-        session: AsyncSession = self._factory()
+    def plain(self, bind: Engine | None = None) -> Session:
+        other = {} if bind is None else {"bind": AsyncEngine(bind), "binds": None}
+        session: AsyncSession = self._factory(**other)
         return session.sync_session
 
     def step(self) -> StepSession:
         facade: AsyncSession = self._factory(sync_session_class=self._step_class)
         session = cast(StepSession, facade.sync_session)
-        session.facade = facade
-        return session
+        return session.as_step(facade)
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.

@@ -14,6 +14,7 @@ from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt
+from sqla_durable.sqlstate import leaves
 
 
 class Ending(StrEnum):
@@ -85,8 +86,9 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
         if holder.lost is not None:
             raise holder.lost
         if error is None:
-            holder.finish({})
-        elif isinstance(error, RetryableError):
+            error = _finish(holder)
+            failure = None if error is None else Failure.of(error)
+        elif all(isinstance(leaf, RetryableError) for leaf in leaves(error)):
             _back_off(holder, failure)
         else:
             holder.fail(error, {})
@@ -97,6 +99,18 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
     except RetryableError as unavailable:
         return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), failure, exception=error or unavailable)
     return _outcome(holder, failure, error)
+
+
+def _finish(holder: Holder[Any]) -> Exception | None:
+    """Land the run as done; where the database refuses that, by a trigger for one, as failed with its reason."""
+    try:
+        holder.finish({})
+    except DurableError:
+        raise
+    except Exception as refused:  # noqa: BLE001 - it is recorded on the run, whatever it is
+        holder.fail(refused, {})
+        return refused
+    return None
 
 
 def _outcome(holder: Holder[Any], failure: Failure | None, error: BaseException | None) -> Outcome:

@@ -84,7 +84,6 @@ def look(runs: RunRows[Any]) -> AnySelect:
         runs.status.label("status"),
         runs.fence.label("fence"),
         runs.lease_owner.label("lease_owner"),
-        runs.available_at.label("available_at"),
         runs.cancel_requested_at.label("cancel_requested_at"),
         runs.error.label("error"),
     ).where(runs.matches())

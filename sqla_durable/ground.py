@@ -25,8 +25,8 @@ class Sessions(Protocol):
 
     is_async: bool
 
-    def plain(self) -> Session:
-        """Return a session as the user's sessionmaker makes it."""
+    def plain(self, bind: Engine | None = None) -> Session:
+        """Return a session as the user's sessionmaker makes it, or one that is bound to ``bind`` instead."""
         ...
 
     def step(self) -> StepSession:
@@ -118,10 +118,24 @@ class Ground:
             with dropping(connection):
                 yield session, connection
 
+    @cached_property
+    def _after_begin(self) -> bool:
+        """Whether the user's sessions do something when a transaction begins, such as setting a tenant for policies."""
+        dispatch: Any = self.sessions.plain().dispatch
+        return bool(dispatch.after_begin)
+
     @contextmanager
-    def autocommit(self) -> Generator[Connection, None, None]:
-        """Open a connection for a single statement: no BEGIN, no COMMIT, one round trip."""
-        with translated(), self.engine.connect() as connection:
+    def autocommit(self, engine: Engine | None = None) -> Generator[Connection, None, None]:
+        """Open a connection for a single statement: no BEGIN, no COMMIT, one round trip.
+
+        Where the user's sessions do something after BEGIN, a row may be seen, or written, in a transaction of theirs
+        only; then it is one.
+        """
+        if self._after_begin:
+            with translated(), self.sessions.plain(engine) as session, session.begin():
+                yield session.connection(bind_arguments={"mapper": self._mappers[0]})
+            return
+        with translated(), (engine or self.engine).connect() as connection:
             # Not by an engine with that option: the isolation level of the user's own such engine would win over it.
             autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
             with dropping(autocommit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
+from sqla_durable.exc import DatabaseUnavailable
 from sqla_durable.holder import Holder
 from sqla_durable.store import Store
 
@@ -28,6 +30,10 @@ class Heartbeat:
 
     def __init__(self, store: Store[Any]) -> None:
         self._store = store
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._carried_out: dict[Holder[Any], Callable[[], None] | None] = {}
         self._thread: threading.Thread | None = None
@@ -38,6 +44,9 @@ class Heartbeat:
 
         :param on_lost: called in the heartbeat's thread, once, when the holder may not go on.
         """
+        if self._pid != os.getpid():
+            # In a forked child: the parent's runs are the parent's to keep alive, and its lock may be held for ever.
+            self._reset()
         with self._lock:
             self._carried_out[holder] = on_lost
             if self._thread is None or not self._thread.is_alive():
@@ -62,23 +71,28 @@ class Heartbeat:
                     if not carried_out:
                         self._thread = None
                         return
-                waiting = {other for holder in carried_out for other in holder.batch} - set(carried_out)
+                # A run that was left to its lease is not waiting to be carried out any more.
+                batches = {other for holder in carried_out for other in holder.batch if not other.left}
+                waiting = batches - set(carried_out)
                 self._beat(engine, {**dict.fromkeys(waiting), **carried_out})
         finally:
             engine.dispose()
 
     def _beat(self, engine: Engine, watched: Mapping[Holder[Any], Callable[[], None] | None]) -> None:
-        try:
-            with engine.connect() as connection:
-                for holder, on_lost in watched.items():
-                    if not holder.ended and holder.beat(connection) and on_lost is not None:
-                        on_lost()
-        except Exception:  # noqa: BLE001 - a hook of the user's may raise anything, and the next beat may succeed
-            _log.warning("a heartbeat failed and will be tried again", exc_info=True)
-            engine.dispose()
+        for holder, on_lost in watched.items():
+            try:
+                with self._store.autocommit(engine) as connection:
+                    lost = not holder.ended and holder.beat(connection)
+                if lost and on_lost is not None:
+                    on_lost()
+            except DatabaseUnavailable as error:
+                _log.warning("heartbeats wait for the database: %s", error)
+                engine.dispose()
+                return
+            except Exception:  # noqa: BLE001 - a hook or trigger of the user's may raise anything; the others go on
+                _log.warning("the heartbeat of %r failed and will be tried again", holder.lease, exc_info=True)
 
     def _own_engine(self) -> Engine:
         engine = self._store.engine
         own = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        options = {**engine.get_execution_options(), "isolation_level": "AUTOCOMMIT"}
-        return own.execution_options(**options)
+        return own.execution_options(**engine.get_execution_options())

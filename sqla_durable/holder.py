@@ -28,6 +28,7 @@ from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
+from sqla_durable.sqlstate import retry_conflicts
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
 
@@ -63,6 +64,7 @@ class Holder(Generic[RunT]):
         self.status: StrEnum = self.store.runs.lifecycle.running
         self.lost: DurableError | None = None
         self.ended = False
+        self.left = False
         self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
@@ -170,9 +172,12 @@ class Holder(Generic[RunT]):
         self.refuse_lost()
         if self._body() is not None:
             return
+        retry_conflicts(self._beat_once)
+        self.refuse_lost()
+
+    def _beat_once(self) -> None:
         with self.store.autocommit() as connection:
             self.beat(connection)
-        self.refuse_lost()
 
     def beat(self, connection: Connection) -> bool:
         """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""

@@ -53,8 +53,8 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     The columns referred to are given as objects: a name would be resolved in the wrong schema where the metadata, the
     table or a schema translation names another.
     """
-    names = [column.name for column in columns]
-    _add(table, ForeignKeyConstraint(names, referred, name=_name(table, ForeignKeyConstraint, *names), **options))
+    name = _name(table, ForeignKeyConstraint, *(column.name for column in columns))
+    _add(table, ForeignKeyConstraint([column.key for column in columns], referred, name=name, **options))
 
 
 def add_index(column: Column[Any], where: ColumnElement[bool]) -> None:

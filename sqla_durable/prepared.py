@@ -40,7 +40,7 @@ class Prepared:
         self._sql = str(compiled)
         escaped: dict[str, str] = compiled.escaped_bind_names or {}
         self._fixed: dict[str, Any] = {}
-        for name, bind in compiled.binds.items():
+        for bind, name in compiled.bind_names.items():
             if not bind.required:
                 self._fixed[escaped.get(str(name), str(name))] = bind.value
         self._row = cast(Any, _row_class(columns))

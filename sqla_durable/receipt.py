@@ -155,6 +155,7 @@ def _run_key(run: Any) -> dict[str, Any]:
 
 def _configure(mapper: Mapper[Any]) -> None:
     receipts = ReceiptRows(mapper.class_)
+    _refuse_unfilled(receipts)
     add_foreign_key(receipts.table, list(receipts.run_key), list(receipts.runs.key), ondelete="CASCADE")
     # The unsealed column comes first, or a convention that names a foreign key by its first column gives both
     # foreign keys one name.
@@ -176,6 +177,16 @@ def _configure(mapper: Mapper[Any]) -> None:
     )
     outcome = {StepOutcome.SUCCEEDED.value: succeeded, StepOutcome.FAILED.value: failed}
     add_check(receipts.table, "outcome", case(outcome, value=receipts.outcome, else_=under_way))
+
+
+def _refuse_unfilled(receipts: ReceiptRows) -> None:
+    ours = {*receipts.run_key, *(receipts.column(name) for name in (*_RECORDED, "unsealed"))}
+    for column in receipts.table.columns:
+        if column not in ours and not column.nullable and column.server_default is None:
+            raise ConfigurationError(
+                f"{receipts.entity.__name__}.{receipts.attribute(column)} may not be null and has no server_default; "
+                "receipts are written in SQL, where a Python default= does not apply. Give it a server_default."
+            )
 
 
 class ReceiptRows(Rows[Any]):
@@ -296,8 +307,8 @@ def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], Colum
     statement = insert(receipts.table).from_select(list(named), select(*named.values()), include_defaults=False)
     again = [receipts.outcome, receipts.result, receipts.error, receipts.unsealed]
     replaced = {
-        **{column.name: null() for column in again},
-        **{column.name: statement.excluded[column.name] for column in named if not column.primary_key},
+        **{column.key: null() for column in again},
+        **{column.key: statement.excluded[column.key] for column in named if not column.primary_key},
     }
     return statement.on_conflict_do_update(
         index_elements=[*receipts.run_key, receipts.step],

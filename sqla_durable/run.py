@@ -8,9 +8,10 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sqlalchemy import Column, ColumnElement, DateTime, and_, case, text
+from sqlalchemy import Column, ColumnElement, Connection, DateTime, and_, case, event, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
+from sqlalchemy.orm.attributes import get_history, set_committed_value
 
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
@@ -28,7 +29,7 @@ class RunMixin(LeaseMixin, TransitionHook):
     """Makes a mapped class a run: lease, fence, cancel request, error and timestamps on the user's own table.
 
     The class declares ``__lifecycle__`` and a status column made by that lifecycle's machine. The mixin goes on the
-    class that owns the root table of an inheritance hierarchy.
+    class that owns the root table of an inheritance hierarchy. An ORM flush never writes the lease columns.
     """
 
     __lifecycle__: ClassVar[Lifecycle[Any]]
@@ -124,8 +125,17 @@ def _configure(mapper: Mapper[Any]) -> None:
         raise ConfigurationError(f"{cls.__name__} is a run and needs __lifecycle__ = Lifecycle(...).")
     rows: RunRows[Any] = RunRows(cls)
     rows.lifecycle.machine.serves(cls)
+    event.listen(cls, "before_update", _keep_lease, propagate=True)
     _add_constraints(rows)
     set_fillfactor(rows.table, _FILLFACTOR)
+
+
+def _keep_lease(_: Mapper[Any], __: Connection, row: RunMixin) -> None:
+    """Keep an ORM flush from writing the lease: ``session.merge(run.row)`` would put an old one back."""
+    for name in ("fence", "attempts", "lease_owner", "lease_expires_at"):
+        history = get_history(row, name)
+        if history.has_changes() and history.deleted:
+            set_committed_value(row, name, history.deleted[0])
 
 
 def _add_constraints(rows: RunRows[Any]) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
+from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable.codec import Codec, codec_for
@@ -303,14 +304,13 @@ class _Sessions:
         self._factory = factory
         self._step_class = step_session_class(factory.class_)
 
-    def plain(self) -> Session:
-        session: Session = self._factory()
+    def plain(self, bind: Engine | None = None) -> Session:
+        session: Session = self._factory() if bind is None else self._factory(bind=bind, binds=None)
         return session
 
     def step(self) -> StepSession:
         session = self._step_class(**self._factory.kw)
-        session.facade = session
-        return session
+        return session.as_step(session)
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
@@ -322,8 +322,12 @@ def _refuse_coroutine(fn: Callable[..., Any]) -> None:
 
 
 def _plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
-    """Refuse a coroutine that nobody would await: the run would land as done with nothing carried out."""
-    if inspect.iscoroutine(result):
-        result.close()
-        raise UsageError(f"{fn!r} returned a coroutine; use AsyncRuns from sqla_durable.asyncio.")
+    """Refuse a coroutine or generator that nobody would run: the run would land as done with nothing carried out."""
+    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise UsageError(
+            f"{fn!r} returned a {type(result).__name__}, and nothing in it would run; return a value, or use AsyncRuns "
+            "from sqla_durable.asyncio for coroutine functions."
+        )
     return result

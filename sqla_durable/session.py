@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError
@@ -30,6 +30,16 @@ class StepSession(Session):
     committed = False
     _step_engine: Engine | None = None
 
+    def as_step(self, facade: Any) -> Self:
+        """Prepare the session for a step whose body is given ``facade``.
+
+        It never expires on commit: it is closed right after, and an object that the body has added to it, such as the
+        run's own row, could not be read any more.
+        """
+        self.facade = facade
+        self.expire_on_commit = False
+        return self
+
     def begin_step(self) -> SessionTransaction:
         """Begin the step's transaction."""
         return super().begin()
@@ -49,8 +59,10 @@ class StepSession(Session):
         if dispatch.before_commit:
 
             def last(session: Session) -> None:
-                session.flush()
-                sealed.append(seal())
+                # A savepoint that the body has left open has a before_commit of its own.
+                if not session.in_nested_transaction():
+                    session.flush()
+                    sealed.append(seal())
 
             event.listen(self, "before_commit", last)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from psycopg import Error
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -24,7 +24,9 @@ DEADLOCK = "40P01"
 FAILED_TRANSACTION = "25P02"
 FOREIGN_KEY_VIOLATION = "23503"
 NO_SUCH_SAVEPOINT = "3B001"
+READ_ONLY = "25006"
 
+_FEATURE_NOT_SUPPORTED = "0A000"
 _CONFLICTS = {SERIALIZATION_FAILURE, DEADLOCK}
 _TIMEOUTS = {
     "25P03": "idle_in_transaction_session_timeout",
@@ -32,7 +34,7 @@ _TIMEOUTS = {
     "55P03": "lock_timeout",
     "57014": "statement_timeout, or the statement was cancelled",
 }
-_UNAVAILABLE = {"25006", "53300", "57P01", "57P02", "57P03", "57P05"}
+_UNAVAILABLE = {READ_ONLY, "53300", "57P01", "57P02", "57P03", "57P05"}
 
 
 def sqlstate_of(error: BaseException) -> str | None:
@@ -41,15 +43,33 @@ def sqlstate_of(error: BaseException) -> str | None:
     return code if isinstance(code, str) else None
 
 
+def _source(error: BaseException) -> str | None:
+    """Return the function of the server that raised an error, which no language changes as it does the message."""
+    name: str | None = getattr(getattr(getattr(error, "orig", error), "diag", None), "source_function", None)
+    return name
+
+
 def database_errors(error: BaseException) -> Iterator[BaseException]:
     """Return the errors of the database that led to ``error``, the nearest first."""
     seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop(0)
+        if link is None or id(link) in seen:
+            continue
         seen.add(id(link))
         if isinstance(link, DBAPIError | Error):
             yield link
-        link = link.__cause__ or link.__context__
+        links += [leaf for leaf in leaves(link) if leaf is not link]
+        links.append(link.__cause__ or link.__context__)
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """Return the exceptions in an exception group, however deep; of another exception, itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    return [leaf for member in group.exceptions for leaf in leaves(member)]
 
 
 def translate(error: BaseException) -> RetryableError | None:
@@ -60,6 +80,8 @@ def translate(error: BaseException) -> RetryableError | None:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
         )
+    if code == _FEATURE_NOT_SUPPORTED and _source(error) == "RevalidateCachedQuery":
+        return TransactionConflict(f"a migration changed what a prepared statement returns; do it again: {shown}")
     if code in _TIMEOUTS:
         return StepTimeout(
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "

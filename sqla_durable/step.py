@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
+from sqlalchemy.exc import DBAPIError
 
 from sqla_durable import clock
 from sqla_durable.codec import Codec
@@ -136,7 +137,7 @@ class Steps:
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            sealed = partial(self._seal, connection, lease, key, text, opened.renew_at)
+            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at)
             receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
@@ -188,9 +189,20 @@ class Steps:
             raise self.store.cancelled(lease)
         return row
 
-    def _seal(self, connection: Connection, lease: Lease, key: str, text: str, renew_at: Any) -> Receipt:
+    def _seal(
+        self,
+        transaction: StepTransaction,
+        connection: Connection,
+        lease: Lease,
+        key: str,
+        text: str,
+        renew_at: Any,
+    ) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
-        row = self.seal.first(connection, parameters)
+        try:
+            row = self.seal.first(connection, parameters)
+        except DBAPIError as error:
+            raise transaction.unsealed(error) from error
         if row is None:
             raise ended("a statement of its own")
         if row.renewal_due:

@@ -115,8 +115,12 @@ class Verbs(Generic[RunT]):
                 holder.refuse_lost()
                 handler(holder)
 
-        with self.heartbeat.keeping(holder, on_lost):
-            return carry_out(holder, begin)
+        holder.left = False
+        try:
+            with self.heartbeat.keeping(holder, on_lost):
+                return carry_out(holder, begin)
+        finally:
+            holder.left = True
 
     # reading and healing
 

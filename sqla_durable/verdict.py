@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.orm import SessionTransaction
 
 from sqla_durable.exc import DurableError, TransactionEnded
@@ -13,6 +13,7 @@ from sqla_durable.sqlstate import (
     FAILED_TRANSACTION,
     FOREIGN_KEY_VIOLATION,
     NO_SUCH_SAVEPOINT,
+    READ_ONLY,
     database_errors,
     sqlstate_of,
     translate,
@@ -45,6 +46,18 @@ class StepTransaction:
         if not self._session.is_active:
             raise _swallowed()
 
+    def unsealed(self, error: DBAPIError) -> DurableError:
+        """Return the error of ours for one that sealing the receipt raised, on a connection the body has changed."""
+        code = sqlstate_of(error)
+        if code == FAILED_TRANSACTION:
+            return _swallowed()
+        if code != READ_ONLY and (ours := translate(error)) is not None:
+            return ours
+        return TransactionEnded(
+            f"the receipt could not be written on the body's connection, so nothing of the step is committed: "
+            f"{error.orig}. Undo what the body has SET (search_path, role, read only) before it returns."
+        )
+
     def verdict(self, error: Exception, *, returned: bool) -> DurableError | None:
         """Return the error of ours that stands for ``error``, or None where it is the body's own failure.
 
@@ -66,7 +79,7 @@ class StepTransaction:
         for cause in database_errors(error):
             code = sqlstate_of(cause)
             if code == NO_SUCH_SAVEPOINT or (code == FOREIGN_KEY_VIOLATION and _constraint(cause) == self._guard):
-                return ended("a COMMIT or ROLLBACK of its own")
+                return ended("a COMMIT or ROLLBACK of its own, or SET CONSTRAINTS ALL instead of one by name")
             # An error that the body has handled in a savepoint is not why it raises another one.
             passed = cause is error or not healthy
             if passed and (ours := translate(cause)) is not None:

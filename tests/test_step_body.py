@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, text
+from sqlalchemy import Engine, event, insert, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -256,6 +256,21 @@ def test_a_savepoint_that_is_left_open_commits_with_the_step(engine: Engine, pla
 
     run.step("only", body)
     assert entries(engine) == ["a", "b"]
+    assert committed_receipts(plans, run) == ["only"]
+
+
+def test_a_savepoint_left_open_does_not_disturb_a_before_commit_of_the_users(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], run: Run[Plan]
+) -> None:
+    event.listen(session_factory, "before_commit", lambda session: write_entry(session, "audit"))
+
+    def body(session: Session) -> None:
+        session.begin_nested()
+        write_entry(session, "a")
+
+    run.step("only", body)
+    assert entries(engine)[0] == "a"
+    assert "audit" in entries(engine)
     assert committed_receipts(plans, run) == ["only"]
 
 
