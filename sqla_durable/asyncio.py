@@ -33,7 +33,7 @@ from sqla_durable.lease import Lease
 from sqla_durable.machine import StatusT
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
-from sqla_durable.runs import Handle
+from sqla_durable.runs import Handle, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.status import StatusMachine
 from sqla_durable.verbs import Verbs
@@ -175,6 +175,7 @@ class AsyncRuns(Generic[RunT]):
         return outcome
 
     def _handle(self, target: object) -> AsyncRun[RunT] | None:
+        refuse_other_form(target, AsyncRun)
         return cast(AsyncRun[RunT], target) if isinstance(target, AsyncRun) else None
 
     async def get(self, ident: object) -> RunT | None:
@@ -245,6 +246,8 @@ class _Watch:
             return await task
         finally:
             self._task = None
+            if inspect.iscoroutine(handler):
+                handler.close()  # it was never started where the cancellation came first
 
     def cancel(self) -> None:
         with suppress(RuntimeError):  # the loop was closed

@@ -79,15 +79,14 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
     """Write how the handler ended, unless it has done so itself; the write may find the lease lost."""
-    failure = None if error is None else Failure.of(error)
     if holder.ended:
-        return _outcome(holder, failure, error)
+        return _outcome(holder, error)
+    failure = None if error is None else Failure.of(error)
     try:
         if holder.lost is not None:
             raise holder.lost
         if error is None:
             error = _finish(holder)
-            failure = None if error is None else Failure.of(error)
         elif all(isinstance(leaf, RetryableError) for leaf in leaves(error)):
             _back_off(holder, failure)
         else:
@@ -98,7 +97,7 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), None, exception=error)
     except RetryableError as unavailable:
         return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), failure, exception=error or unavailable)
-    return _outcome(holder, failure, error)
+    return _outcome(holder, error)
 
 
 def _finish(holder: Holder[Any]) -> Exception | None:
@@ -113,10 +112,10 @@ def _finish(holder: Holder[Any]) -> Exception | None:
     return None
 
 
-def _outcome(holder: Holder[Any], failure: Failure | None, error: BaseException | None) -> Outcome:
+def _outcome(holder: Holder[Any], error: BaseException | None) -> Outcome:
     landed = holder.status in holder.store.runs.lifecycle.machine.terminal
     ending = Ending.LANDED if landed else Ending.INTERRUPTED
-    return Outcome(ending, holder.status, holder.known(), failure, exception=error)
+    return Outcome(ending, holder.status, holder.known(), holder.failure, exception=error)
 
 
 def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
@@ -126,7 +125,7 @@ def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), exception=error)
     except RetryableError as unavailable:
         return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=error or unavailable)
-    return _outcome(holder, None, error)
+    return _outcome(holder, error)
 
 
 def _back_off(holder: Holder[Any], failure: Failure | None) -> None:

@@ -120,9 +120,10 @@ class Ground:
 
     @cached_property
     def _after_begin(self) -> bool:
-        """Whether the user's sessions do something when a transaction begins, such as setting a tenant for policies."""
-        dispatch: Any = self.sessions.plain().dispatch
-        return bool(dispatch.after_begin)
+        """Whether something of the user's is done when a transaction begins, such as setting a tenant for policies."""
+        of_session: Any = self.sessions.plain().dispatch
+        of_engine: Any = self.engine.dispatch
+        return bool(of_session.after_begin or of_engine.begin)
 
     @contextmanager
     def autocommit(self, engine: Engine | None = None) -> Generator[Connection, None, None]:
@@ -137,9 +138,23 @@ class Ground:
             return
         with translated(), (engine or self.engine).connect() as connection:
             # Not by an engine with that option: the isolation level of the user's own such engine would win over it.
-            autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
+            try:
+                autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
+            except BaseException:
+                # A cancellation in here would give the connection back to the user's pool in AUTOCOMMIT.
+                connection.invalidate()
+                raise
             with dropping(autocommit):
                 yield autocommit
+
+    def own_engine(self) -> Engine:
+        """Return an engine with a pool of its own, which connects and listens like the user's."""
+        engine = self.engine
+        own: Any = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        # As an engine made by execution_options() does it, which would share the pool.
+        own.dispatch = own.dispatch._join(engine.dispatch)  # noqa: SLF001
+        own._has_events = cast(Any, engine)._has_events  # noqa: SLF001
+        return cast(Engine, own.execution_options(**engine.get_execution_options()))
 
     def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
         """Do ``work`` in a transaction of its own, again where it conflicts with another one."""

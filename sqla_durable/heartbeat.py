@@ -62,7 +62,7 @@ class Heartbeat:
         self._store.sessions.run_in_thread(self._beat_until_idle)
 
     def _beat_until_idle(self) -> None:
-        engine = self._own_engine()
+        engine = self._store.own_engine()
         try:
             while True:
                 time.sleep(self._store.runs.lifecycle.heartbeat.total_seconds())
@@ -91,8 +91,3 @@ class Heartbeat:
                 return
             except Exception:  # noqa: BLE001 - a hook or trigger of the user's may raise anything; the others go on
                 _log.warning("the heartbeat of %r failed and will be tried again", holder.lease, exc_info=True)
-
-    def _own_engine(self) -> Engine:
-        engine = self._store.engine
-        own = Engine(engine.pool.recreate(), engine.dialect, engine.url)
-        return own.execution_options(**engine.get_execution_options())

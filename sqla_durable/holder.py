@@ -29,6 +29,7 @@ from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import retry_conflicts
+from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
 
@@ -64,6 +65,7 @@ class Holder(Generic[RunT]):
         self.status: StrEnum = self.store.runs.lifecycle.running
         self.lost: DurableError | None = None
         self.ended = False
+        self.failure: Failure | None = None
         self.left = False
         self._ending = False
         self._used: set[str] = set()
@@ -236,7 +238,7 @@ class Holder(Generic[RunT]):
 
     def land(self, to: StrEnum, values: Mapping[str, Any], failure: Failure | None = None) -> None:
         """Move the run to a terminal status, in one fenced statement."""
-        changed = {self.store.runs.column(name): value for name, value in values.items()}
+        changed = assignments(self.store.runs, self.store.runs.status, values)
         self._end(fence.land(self.store.runs, to, changed, failed=failure is not None), failure)
 
     def release(self, failure: Failure | None = None) -> None:
@@ -259,6 +261,7 @@ class Holder(Generic[RunT]):
                 self.lease, lambda connection: connection.execute(statement, parameters).one_or_none()
             )
             self._show(row)
+            self.failure = failure
         except (LostLease, Cancelled) as lost:
             self.note(lost)
             raise

@@ -33,6 +33,12 @@ class RunMixin(LeaseMixin, TransitionHook):
     """
 
     __lifecycle__: ClassVar[Lifecycle[Any]]
+    __reserved__ = frozenset(
+        {
+            *("fence", "attempts", "lease_owner", "lease_expires_at", "cancel_requested_at", "error", "failures"),
+            *("created_at", "started_at", "finished_at"),
+        }
+    )
 
     if TYPE_CHECKING:
         cancel_requested_at: Mapped[datetime | None]

@@ -53,10 +53,17 @@ class Handle(Generic[RunT]):
         return f"<{type(self).__name__} {self.holder.lease!r}>"
 
 
+def refuse_other_form(target: object, form: type[Any]) -> None:
+    """Refuse a handle of the other form, sync or asyncio."""
+    if isinstance(target, Handle) and not isinstance(target, form):
+        raise UsageError(f"{target!r} was claimed in the other form; a {form.__name__} is wanted here.")
+
+
 class Run(Handle[RunT]):
     """A claimed run, as its handler sees it.
 
-    Its methods may be called from any thread; steps of one run queue up behind each other.
+    Its methods may be called from any thread; steps of one run queue up behind each other. A body must not wait for a
+    thread that it has started and that calls a step of the same run: each would wait for the other.
     """
 
     def __init__(self, holder: Holder[RunT]) -> None:
@@ -230,6 +237,7 @@ class Runs(Generic[RunT]):
         return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
 
     def _handle(self, target: object) -> Run[RunT] | None:
+        refuse_other_form(target, Run)
         return cast(Run[RunT], target) if isinstance(target, Run) else None
 
     # reading and healing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
@@ -24,6 +24,9 @@ _CHECKED = "sqla_durable.checked"
 
 class TransitionHook:
     """A mapped class that says what else changes whenever its status does."""
+
+    __reserved__: ClassVar[AbstractSet[str]] = frozenset()
+    """The attributes that a caller may not set along with a transition."""
 
     @classmethod
     def __on_transition__(cls, to: StrEnum) -> Mapping[str, Any]:
@@ -129,7 +132,8 @@ class StatusMachine(Machine[StatusT]):
         table: Any = status.table
         rows = Rows(entity, table)
         also: Mapping[str, Any] = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
-        changed = {rows.column(name): value for name, value in {**also, **(values or {})}.items()} | {status: to}
+        changed = {rows.column(name): value for name, value in also.items()}
+        changed |= {**assignments(rows, status, values or {}), status: to}
         require_postgresql(session.get_bind(rows.mapper))
         session.flush()
         identity = rows.identity(ident)
@@ -214,6 +218,22 @@ class StatusMachine(Machine[StatusT]):
                 "or (Class, ident)."
             )
         return next(iter(self._served)), run_or_ident
+
+
+def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
+    """Return what a caller sets along with a transition, by column.
+
+    :raises UsageError: for the status, the key, or what only the library writes.
+    """
+    reserved: AbstractSet[str] = rows.entity.__reserved__ if issubclass(rows.entity, TransitionHook) else frozenset()
+    columns = {rows.column(name): value for name, value in values.items()}
+    for column in columns:
+        name = rows.attribute(column)
+        if column is status or column in rows.key or name in reserved:
+            raise UsageError(
+                f"{rows.entity.__name__}.{name} is not set along with a transition; leave it out of values."
+            )
+    return columns
 
 
 def _pair(target: object) -> tuple[type[Any], object] | None:

@@ -161,7 +161,7 @@ class Background(threading.Thread):
     def run(self) -> None:
         try:
             self._value = self._call()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is handed over by result()
             self._error = error
 
     def result(self) -> Any:

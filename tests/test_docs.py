@@ -110,7 +110,7 @@ def test_a_file_that_a_page_shows_is_an_example_word_for_word(page: Path) -> Non
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: str(example.name))
 def test_an_example_runs_as_a_program(example: Path, workplace: None) -> None:
-    runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if example.stem.startswith("test_") else []
+    runner = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"] if example.stem.startswith("test_") else []
     run_program(*runner, str(example))
 
 
