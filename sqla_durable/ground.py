@@ -136,16 +136,8 @@ class Ground:
             with translated(), self.sessions.plain(engine) as session, session.begin():
                 yield session.connection(bind_arguments={"mapper": self._mappers[0]})
             return
-        with translated(), (engine or self.engine).connect() as connection:
-            # Not by an engine with that option: the isolation level of the user's own such engine would win over it.
-            try:
-                autocommit = connection.execution_options(isolation_level="AUTOCOMMIT")
-            except BaseException:
-                # A cancellation in here would give the connection back to the user's pool in AUTOCOMMIT.
-                connection.invalidate()
-                raise
-            with dropping(autocommit):
-                yield autocommit
+        with translated(), (engine or self.engine).connect() as connection, autocommitting(connection):
+            yield connection
 
     def own_engine(self) -> Engine:
         """Return an engine with a pool of its own, which connects and listens like the user's."""
@@ -169,6 +161,27 @@ class Ground:
 def _translation(bind: Engine | Connection) -> dict[str | None, str | None]:
     translate: dict[str | None, str | None] | None = bind.get_execution_options().get("schema_translate_map")
     return {} if translate is None else translate
+
+
+@contextmanager
+def autocommitting(connection: Connection) -> Generator[None, None, None]:
+    """Have the driver commit each statement.
+
+    An engine with ``isolation_level="AUTOCOMMIT"`` would do, but costs as much again as the rest of the call, and the
+    isolation level of an engine of the user's that ``execution_options()`` made would win over it.
+    """
+    driver: Any = connection.connection.dbapi_connection
+    before = driver.autocommit
+    try:
+        driver.autocommit = True
+        with dropping(connection):
+            yield
+        driver.autocommit = before
+    except BaseException:
+        # Cancelled in between, the connection would go back to the user's pool in autocommit.
+        if not connection.closed and not connection.invalidated:
+            connection.invalidate()
+        raise
 
 
 @contextmanager

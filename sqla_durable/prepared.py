@@ -18,8 +18,6 @@ from sqlalchemy.sql import ClauseElement
 
 from sqla_durable.rows import AnyRow
 
-_LISTENED_TO = "before_execute", "after_execute", "before_cursor_execute", "after_cursor_execute"
-
 
 class Prepared:
     """An executable that returns at most one row, compiled for one engine with its schema translation.
@@ -88,5 +86,5 @@ def _observed(connection: Connection) -> bool:
     dispatch: Any = connection.dispatch
     errors: Any = connection.dialect.dispatch
     logger: logging.Logger = cast(Any, connection.engine).logger
-    listened_to = any(getattr(dispatch, name) for name in _LISTENED_TO) or errors.handle_error
+    listened_to = dispatch.before_cursor_execute or dispatch.after_cursor_execute or errors.handle_error
     return bool(listened_to) or logger.isEnabledFor(logging.INFO)
