@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -48,15 +48,16 @@ class AsyncRun(Handle[RunT]):
     def __init__(self, holder: Holder[RunT]) -> None:
         super().__init__(holder)
         self._one_at_a_time = asyncio.Lock()
+        self._unawaited: dict[object, tuple[str | int, Coroutine[Any, Any, Any]]] = {}
 
-    async def step(
+    def step(
         self,
         key: str | int,
         fn: Callable[Concatenate[AsyncSession, P], Awaitable[ResultT]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> ResultT:
+    ) -> Coroutine[Any, Any, ResultT]:
         """Await ``fn(session, *args, **kwargs)`` in one transaction with the step's receipt: exactly once.
 
         See :meth:`.Run.step`.
@@ -67,11 +68,11 @@ class AsyncRun(Handle[RunT]):
         def body(session: AsyncSession) -> ResultT:
             return _wait_for(fn(session, *args, **kwargs), fn)
 
-        return await self._alone(key, partial(self.holder.transactional, key, codec, body))
+        return self._alone(key, partial(self.holder.transactional, key, codec, body))
 
-    async def external(
+    def external(
         self, key: str | int, fn: Callable[P, Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> ResultT:
+    ) -> Coroutine[Any, Any, ResultT]:
         """Await ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
 
         See :meth:`.Run.external`.
@@ -82,7 +83,7 @@ class AsyncRun(Handle[RunT]):
         def call() -> ResultT:
             return _wait_for(fn(*args, **kwargs), fn)
 
-        return await self._alone(key, partial(self.holder.external, key, codec, call))
+        return self._alone(key, partial(self.holder.external, key, codec, call))
 
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
@@ -100,11 +101,27 @@ class AsyncRun(Handle[RunT]):
         """Hand the run back. See :meth:`.Run.release`."""
         await greenlet_spawn(self.holder.release)
 
-    async def _alone(self, key: str | int, step: Callable[[], ResultT]) -> ResultT:
-        # A step inside a step's body would wait for itself here.
-        self.holder.refuse_nested(key)
-        async with self._one_at_a_time:
-            return await greenlet_spawn(step)
+    def refuse_unawaited(self) -> None:
+        """Refuse to land a run of which a step was called and never awaited, and so never ran."""
+        forgotten, self._unawaited = self._unawaited, {}
+        for _, coroutine in forgotten.values():
+            coroutine.close()
+        if forgotten:
+            steps = ", ".join(repr(key) for key, _ in forgotten.values())
+            raise UsageError(f"step {steps} was never awaited, and so never ran; write await run.step(...).")
+
+    def _alone(self, key: str | int, step: Callable[[], ResultT]) -> Coroutine[Any, Any, ResultT]:
+        async def alone() -> ResultT:
+            self._unawaited.pop(call, None)
+            # A step inside a step's body would wait for itself here.
+            self.holder.refuse_nested(key)
+            async with self._one_at_a_time:
+                return await greenlet_spawn(step)
+
+        call = object()
+        coroutine = alone()
+        self._unawaited[call] = key, coroutine
+        return coroutine
 
 
 class AsyncRuns(Generic[RunT]):
@@ -163,6 +180,7 @@ class AsyncRuns(Generic[RunT]):
         def carry_out(holder: Holder[RunT]) -> None:
             run = AsyncRun(holder) if known is None else known
             _wait_for(watch.guard(_awaitable(handler(run), handler)), handler)
+            run.refuse_unawaited()
 
         outcome = await greenlet_spawn(
             self._verbs.execute,

@@ -46,15 +46,13 @@ class LeaseMixin:
         lease_expires_at: Mapped[datetime | None]
         available_at: Mapped[datetime]
     else:
-        # With active history, so that a flush that must not write them knows what they were.
+        # With active history, so that a flush that would lower it knows what it was.
         fence = mapped_column(
             BigInteger, nullable=False, server_default=text("0"), sort_order=_SORT_ORDER, active_history=True
         )
-        attempts = mapped_column(
-            Integer, nullable=False, server_default=text("0"), sort_order=_SORT_ORDER + 1, active_history=True
-        )
-        lease_owner = mapped_column(String, sort_order=_SORT_ORDER + 2, active_history=True)
-        lease_expires_at = mapped_column(DateTime(timezone=True), sort_order=_SORT_ORDER + 3, active_history=True)
+        attempts = mapped_column(Integer, nullable=False, server_default=text("0"), sort_order=_SORT_ORDER + 1)
+        lease_owner = mapped_column(String, sort_order=_SORT_ORDER + 2)
+        lease_expires_at = mapped_column(DateTime(timezone=True), sort_order=_SORT_ORDER + 3)
         available_at = mapped_column(
             DateTime(timezone=True), nullable=False, server_default=text("now()"), sort_order=_SORT_ORDER + 4
         )

@@ -9,7 +9,7 @@ from typing import Final, Generic, Literal
 
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.machine import StatusT
-from sqla_durable.retry import LONGEST, Retry
+from sqla_durable.retry import LONGEST, Retry, require_durations
 from sqla_durable.status import StatusMachine
 
 _LONGEST_TIMEOUT: Final = timedelta(milliseconds=2**31 - 1)
@@ -94,6 +94,9 @@ class Lifecycle(Generic[StatusT]):
         return min(self.lease, _LONGEST_TIMEOUT) if self.step_timeout == "lease" else self.step_timeout
 
     def _check_durations(self) -> None:
+        require_durations(self, lease=self.lease)
+        if self.step_timeout not in {"lease", None}:
+            require_durations(self, step_timeout=self.step_timeout)
         if not timedelta(milliseconds=10) <= self.lease <= LONGEST:
             raise ConfigurationError(
                 f"Lifecycle(lease={self.lease}): a lease lasts from 10 milliseconds to {LONGEST.days} days."

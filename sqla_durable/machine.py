@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from sqla_durable.exc import ConfigurationError, UndeclaredTransition
 
@@ -58,7 +58,8 @@ class Machine(Generic[StatusT]):
         """Raise :class:`.UndeclaredTransition` unless ``status`` is a member of this machine's enumeration."""
         if not isinstance(status, self.statuses):
             raise UndeclaredTransition(
-                f"{status!r} is not a status of {self.statuses.__name__}; it has {names_of(self.statuses)}."
+                f"{status!r} is not a status of {self.statuses.__name__}; pass one of its members: "
+                f"{', '.join(str(member.name) for member in self.statuses)}."
             )
 
     def to_mermaid(self) -> str:
@@ -78,6 +79,11 @@ class Machine(Generic[StatusT]):
         return f"<{type(self).__name__} of {self.statuses.__name__}>"
 
     def _refuse_strangers(self, initial: StatusT, transitions: Mapping[StatusT, AbstractSet[StatusT]]) -> None:
+        for from_, following in transitions.items():
+            if isinstance(cast(object, following), str):
+                raise ConfigurationError(
+                    f"transitions of {self.statuses.__name__} give {following!r} for {from_!r}; write a set: {{...}}."
+                )
         edges = [(from_, to) for from_, following in transitions.items() for to in following]
         if not list(self.statuses):
             raise ConfigurationError(f"{self.statuses.__name__} has no members; a status machine needs some.")

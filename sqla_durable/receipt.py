@@ -38,6 +38,7 @@ from sqlalchemy.sql.dml import ReturningInsert
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
+from sqla_durable.lease import LeaseMixin
 from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
 from sqla_durable.rows import AnySelect, Ident, Rows, among, bound
 
@@ -110,8 +111,7 @@ class _ReceiptColumns:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if hasattr(cls, "__run__"):
-            when_mapped(cls, _configure)
+        when_mapped(cls, lambda mapper: _configure(mapper))  # noqa: PLW0108 - it is defined below
 
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ else:
 
 def _run_key(run: Any) -> dict[str, Any]:
     mapper = cast(Any, inspect(run, raiseerr=False)) if isinstance(run, type) else None
-    if mapper is None:
+    if mapper is None or not issubclass(run, LeaseMixin):
         raise ConfigurationError(
-            f"ReceiptMixin[{run!r}]: the run class must be mapped before its receipts; define it above, and give the "
-            "class itself rather than its name."
+            f"ReceiptMixin[{run!r}]: not a mapped class with RunMixin. Define the run class above its receipts, and "
+            "give the class itself rather than its name."
         )
     table = root_table(mapper)
     key = {
@@ -154,6 +154,10 @@ def _run_key(run: Any) -> dict[str, Any]:
 
 
 def _configure(mapper: Mapper[Any]) -> None:
+    if not hasattr(mapper.class_, "__run__"):
+        raise ConfigurationError(
+            f"{mapper.class_.__name__} does not say whose receipts it holds; write ReceiptMixin[YourRunClass]."
+        )
     receipts = ReceiptRows(mapper.class_)
     _refuse_unfilled(receipts)
     add_foreign_key(receipts.table, list(receipts.run_key), list(receipts.runs.key), ondelete="CASCADE")

@@ -37,6 +37,7 @@ class Retry:
     jitter: float = 0.1
 
     def __post_init__(self) -> None:
+        require_durations(self, backoff=self.backoff, cap=self.cap)
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ConfigurationError(f"Retry(max_attempts={self.max_attempts}): at least 1, or None for no bound.")
         if self.backoff < timedelta(0):
@@ -57,3 +58,15 @@ class Retry:
         if not self.backoff or self.factor == 1:
             return 0
         return math.ceil(math.log(self.cap / self.backoff, self.factor))
+
+
+def require_durations(owner: object, **durations: object) -> None:
+    """Refuse a number where a :class:`~datetime.timedelta` is wanted.
+
+    :raises ConfigurationError: naming the parameter and the remedy.
+    """
+    for name, value in durations.items():
+        if not isinstance(value, timedelta):
+            raise ConfigurationError(
+                f"{type(owner).__name__}({name}={value!r}): a duration is a timedelta, as in timedelta(seconds=30)."
+            )

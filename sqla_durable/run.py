@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
-from sqlalchemy import Column, ColumnElement, Connection, DateTime, and_, case, event, text
+from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
+from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
@@ -29,7 +30,8 @@ class RunMixin(LeaseMixin, TransitionHook):
     """Makes a mapped class a run: lease, fence, cancel request, error and timestamps on the user's own table.
 
     The class declares ``__lifecycle__`` and a status column made by that lifecycle's machine. The mixin goes on the
-    class that owns the root table of an inheritance hierarchy. An ORM flush never writes the lease columns.
+    class that owns the root table of an inheritance hierarchy. An ORM flush that leaves
+    the status alone leaves the lease alone, and none lowers the fence.
     """
 
     __lifecycle__: ClassVar[Lifecycle[Any]]
@@ -130,17 +132,44 @@ def _configure(mapper: Mapper[Any]) -> None:
     if not isinstance(getattr(cls, "__lifecycle__", None), Lifecycle):
         raise ConfigurationError(f"{cls.__name__} is a run and needs __lifecycle__ = Lifecycle(...).")
     rows: RunRows[Any] = RunRows(cls)
+    _refuse_other_types(rows)
     rows.lifecycle.machine.serves(cls)
     event.listen(cls, "before_update", _keep_lease, propagate=True)
     _add_constraints(rows)
     set_fillfactor(rows.table, _FILLFACTOR)
 
 
+def _refuse_other_types(rows: RunRows[Any]) -> None:
+    """Refuse a column of the user's that has a name of the mixin's and cannot hold what the library writes."""
+    wanted: dict[type[Any], tuple[str, ...]] = {
+        Integer: ("fence", "attempts"),
+        String: ("lease_owner",),
+        DateTime: ("lease_expires_at", "available_at", "cancel_requested_at", "started_at", "finished_at"),
+        JSON: ("error", "failures"),
+    }
+    for kind, names in wanted.items():
+        for name in names:
+            column = rows.column(name)
+            if not isinstance(column.type, kind) or (kind is DateTime and not cast(DateTime, column.type).timezone):
+                raise ConfigurationError(
+                    f"{rows.entity.__name__}.{name} is {column.type!r}, but RunMixin writes a {kind.__name__} "
+                    f"{'with time zone ' if kind is DateTime else ''}there; give your own column another name."
+                )
+
+
 def _keep_lease(_: Mapper[Any], __: Connection, row: RunMixin) -> None:
-    """Keep an ORM flush from writing the lease: ``session.merge(run.row)`` would put an old one back."""
-    for name in ("fence", "attempts", "lease_owner", "lease_expires_at"):
-        history = get_history(row, name)
-        if history.has_changes() and history.deleted:
+    """Keep an ORM flush from putting an old lease back, as ``session.merge(run.row)`` in a step would."""
+    fence = get_history(row, "fence", PASSIVE_NO_INITIALIZE)
+    if fence.added and fence.deleted and fence.added[0] < fence.deleted[0]:
+        raise UsageError(
+            f"{row!r} would go back from fence {fence.deleted[0]} to {fence.added[0]}; it only ever grows."
+        )
+    status = row.__lifecycle__.machine.attribute_of(type(row))
+    if get_history(row, status, PASSIVE_NO_INITIALIZE).has_changes():
+        return
+    for name in ("lease_owner", "lease_expires_at"):
+        history = get_history(row, name, PASSIVE_NO_INITIALIZE)
+        if history.added and history.deleted:
             set_committed_value(row, name, history.deleted[0])
 
 

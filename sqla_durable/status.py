@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 from sqlalchemy import Column, ColumnElement, Enum, Table, event, inspect, select
-from sqlalchemy.orm import MappedColumn, Mapper, Session, mapped_column, object_session, scoped_session
+from sqlalchemy.orm import MappedColumn, Mapper, Session, class_mapper, mapped_column, object_session, scoped_session
 
 from sqla_durable.caller import require_postgresql, unproxied
 from sqla_durable.exc import ConfigurationError, UndeclaredTransition, UsageError
@@ -198,6 +198,11 @@ class StatusMachine(Machine[StatusT]):
         for source in sources:
             self.check_edge(source, to)
         return [status for status in self.statuses if status in sources]
+
+    def attribute_of(self, entity: type[Any]) -> str:
+        """Return the attribute of a mapped class that was made by this machine's :meth:`column`."""
+        mapper: Mapper[Any] = class_mapper(entity, configure=False)
+        return mapper.get_property_by_column(self.column_of(entity)).key
 
     def _target(self, session: Session, run_or_ident: object) -> tuple[type[Any], object]:
         if (pair := _pair(run_or_ident)) is not None:

@@ -36,7 +36,7 @@ def main() -> None:
     Base.metadata.create_all(engine)
     for run in plans.claim_due(limit=10):
         outcome = plans.execute(run, carry_out)
-        print(f"plan {run.row.id}: {outcome.status}")
+        print(f"plan {run.row.id}: {outcome.status}", outcome.failure or "")
 
 
 if __name__ == "__main__":

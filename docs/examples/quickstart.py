@@ -82,7 +82,9 @@ def main() -> None:
         plan_id = plan.id
 
     outcome = Runs(new_session, Plan, PlanStep).execute(plan_id, carry_out)
-    print(outcome.ending, outcome.status, [receipt.result for receipt in outcome.receipts])
+    print(outcome.status, [receipt.result for receipt in outcome.receipts])
+    if outcome.failure is not None:  # execute() does not raise what the handler raises
+        print(outcome.failure.type, outcome.failure.message)
 
 
 if __name__ == "__main__":
