@@ -1,5 +1,6 @@
 """How these pages are built: ``sphinx-build -W -n -b html docs <out>``. No network is needed."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -21,6 +22,8 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.intersphinx", "myst_parser"]
 exclude_patterns = ["examples", "_inventories", "_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -28,6 +31,7 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 90
 
 # What these pages refer to is listed in files of our own, in the plain format that Sphinx still reads: the pages build
 # in the same way with and without a network. A new reference needs a line there.
@@ -38,6 +42,13 @@ intersphinx_mapping = {
 
 # SQLAlchemy documents these under another name than that of the module they are defined in.
 PUBLIC_NAMES = {
+    "Callable": "collections.abc.Callable",
+    "Concatenate": "typing.Concatenate",
+    "Session": "sqlalchemy.orm.Session",
+    "AsyncSession": "sqlalchemy.ext.asyncio.AsyncSession",
+    "Coroutine": "collections.abc.Coroutine",
+    "Awaitable": "collections.abc.Awaitable",
+    "Any": "typing.Any",
     "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
     "sessionmaker": "sqlalchemy.orm.sessionmaker",
     "sqlalchemy.ext.asyncio.scoping.async_scoped_session": "sqlalchemy.ext.asyncio.async_scoped_session",
@@ -59,6 +70,18 @@ def use_public_names(_: Sphinx, doctree: nodes.document) -> None:
         reference["reftarget"] = PUBLIC_NAMES.get(reference["reftarget"], reference["reftarget"])
 
 
+def be_readable(*arguments: Any) -> tuple[str | None, str | None]:
+    """Write the signature of a step as its source does: Sphinx gives up on the parameters of its function."""
+    *_, signature, returns = arguments
+    if signature is not None and "~P" in signature:
+        signature = re.sub(r"~(?:\w+\.)+", "", signature)
+        signature = signature.replace("*args: ~P", "*args: P.args").replace("**kwargs: ~P", "**kwargs: P.kwargs")
+        signature = signature.replace("[~P]", "P").replace("~P", "P")
+        signature = re.sub(r"Callable\[\[(Concatenate\[[^\]]*\])\]", r"Callable[\1", signature)
+    return signature, returns
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", be_readable)
     app.connect("doctree-read", use_public_names)

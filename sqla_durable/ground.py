@@ -172,15 +172,21 @@ def autocommitting(connection: Connection) -> Generator[None, None, None]:
     """
     driver: Any = connection.connection.dbapi_connection
     before = driver.autocommit
+    _set_autocommit(connection, driver, value=True)
     try:
-        driver.autocommit = True
         with dropping(connection):
             yield
-        driver.autocommit = before
-    except BaseException:
-        # Cancelled in between, the connection would go back to the user's pool in autocommit.
+    finally:
         if not connection.closed and not connection.invalidated:
-            connection.invalidate()
+            _set_autocommit(connection, driver, value=before)
+
+
+def _set_autocommit(connection: Connection, driver: Any, *, value: bool) -> None:
+    try:
+        driver.autocommit = value
+    except BaseException:
+        # Cancelled in here, the connection would go back to the user's pool in one mode or the other.
+        connection.invalidate()
         raise
 
 

@@ -56,7 +56,7 @@ class Handle(Generic[RunT]):
 def refuse_other_form(target: object, form: type[Any]) -> None:
     """Refuse a handle of the other form, sync or asyncio."""
     if isinstance(target, Handle) and not isinstance(target, form):
-        raise UsageError(f"{target!r} was claimed in the other form; a {form.__name__} is wanted here.")
+        raise UsageError(f"{target!r} was claimed in the other form; {form.__name__} is wanted here.")
 
 
 class Run(Handle[RunT]):
@@ -164,7 +164,8 @@ class Runs(Generic[RunT]):
         plans = Runs(sessionmaker(engine), Plan, PlanStep)
         outcome = plans.execute(plan.id, carry_out)
 
-    :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
+    :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3. What
+     listens to its sessions is registered before the first use.
     :param run: the mapped class with :class:`.RunMixin`. Bound to a subclass, every verb touches its rows only.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``, or of a class it inherits from.
     :param owner: the name that leases carry for people to read; by default made of host, process and chance.

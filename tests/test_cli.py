@@ -71,7 +71,7 @@ def test_without_the_extra_cli_the_message_says_what_to_install() -> None:
 
 def test_without_the_extra_demo_only_the_demo_is_missing() -> None:
     ended = without("alembic", arguments=("demo",))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr == 'alembic is not installed; run: pip install "sqla_durable[demo]"\n'
     assert without("alembic", arguments=("demo", "--help")).returncode == 0
 

@@ -110,7 +110,8 @@ def test_killed_again_and_again_the_packaged_plan_has_every_effect_once(server_u
     assert claims == [(fence, fence) for fence in range(1, len(claims) + 1)]
     counted = [re.split(r"\W+", line)[1:4] for line in output.splitlines() if "each exactly once" in line]
     assert counted == [["stock", "movements", "21"], ["payments", "13", "13"], ["receipts", "40", "40"]]
-    assert "Every effect is there exactly once: 3 kills" in output
+    verdict = "Every effect in the database is there exactly once, and every external one at least once: 3 kills"
+    assert verdict in output
     name = re.search(r"sqla_durable_demo_\w+", output)
     assert name is not None
     assert name[0] not in databases(server_url)
@@ -123,7 +124,8 @@ def test_a_plan_of_ones_own_is_carried_out_in_a_postgresql_that_goes_with_the_de
         assert running.end() == 0, running.output
     assert "A plan of 3 steps is approved: 1 stock move, 1 label, 1 payment." in running.output
     assert "3 × tea, Hamburg → Berlin" in running.output
-    assert "Every effect is there exactly once: 1 attempt, fence 1." in running.output
+    verdict = "Every effect in the database is there exactly once, and every external one at least once: 1 attempt"
+    assert verdict in running.output
     assert not Path(folder).exists()
 
 
@@ -170,6 +172,31 @@ def test_a_process_that_someone_else_kills_is_followed_by_the_next(server_url: s
         os.kill(int(pid), signal.SIGKILL)
         assert running.end() == 0, running.output
     assert "takes over: fence 2, attempt 2" in running.output
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        (LABEL, "Every external effect is there at least once: "),
+        (MOVE, "Every effect in the database is there exactly once: "),
+    ],
+    ids=["external", "in the database"],
+)
+def test_the_verdict_promises_no_more_than_the_kinds_of_effects_allow(
+    server_url: str, tmp_path: Path, action: object, said: str
+) -> None:
+    with demo("--plan", written(tmp_path, action), "--kills", "0", url=server_url) as running:
+        assert running.end() == 0, running.output
+    assert said in running.output
+
+
+def test_a_process_that_is_killed_after_the_landing_is_shown_to_have_found_it(server_url: str, tmp_path: Path) -> None:
+    with demo("--plan", written(tmp_path, MOVE), "--kills", "5", "--seed", "1", url=server_url) as running:
+        assert running.end() == 0, running.output
+    killed = re.findall(r"process (\d+) killed ", running.output)
+    told = re.findall(r"process (\d+) (?:claims the plan|takes over|finds that the plan has landed)", running.output)
+    assert len(killed) == 5
+    assert set(killed) <= set(told)
 
 
 # when to kill

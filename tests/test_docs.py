@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import code
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -22,8 +25,10 @@ from sqlalchemy.orm import Session
 
 import sqla_durable
 from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, claim, fence, receipt, step
+from sqla_durable.demo.plan import PlanFile
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.run import RunRows
+from tests.support import eventually
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -75,10 +80,14 @@ def workplace(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name in set(sys.modules) - before:
         module = sys.modules[name]
         if name == "page" or Path(getattr(module, "__file__", None) or "").parent == EXAMPLES:
-            for value in vars(module).values():
-                if isinstance(value, Engine):
-                    value.dispose()
+            dispose(module)
             del sys.modules[name]
+
+
+def dispose(module: ModuleType) -> None:
+    for value in vars(module).values():
+        if isinstance(value, Engine):
+            value.dispose()
 
 
 def run_program(*arguments: str) -> None:
@@ -90,14 +99,62 @@ def run_program(*arguments: str) -> None:
 # code
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=named)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, workplace: None) -> None:
+class Reader(code.InteractiveConsole):
+    """Somebody who pastes into the interactive Python, where a block that is indented ends with an empty line."""
+
+    def showsyntaxerror(self, *arguments: Any, **more: Any) -> None:
+        raise  # noqa: PLE0704 - it is called while the error is handled
+
+    showtraceback = showsyntaxerror
+
+    def paste(self, block: Block, page: Path) -> None:
+        for number, line in enumerate(block.text.splitlines(), block.line + 1):
+            try:
+                self.push(line)
+            except Exception as error:
+                error.add_note(f"{page.name}, line {number}: {line}")
+                raise
+        if self.buffer:
+            self.push("")
+        assert not self.buffer, f"{page.name}, line {block.line}: the block is not complete"
+
+
+def test_the_tutorial_can_be_pasted_into_the_interactive_python(
+    workplace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "displayhook", lambda _: None)
+    page = DOCS / "tutorial.md"
+    module = ModuleType("page")
+    sys.modules["page"] = module
+    reader = Reader(vars(module))
+    for block in blocks(page, "python"):
+        if block.file is None:
+            reader.paste(block, page)
+
+
+@pytest.mark.parametrize(
+    "block", ["with open(__file__):\n    pass\nprint()\n", "def f():\n    a = 1\n\n    return a\n"]
+)
+def test_a_block_that_the_interactive_python_does_not_take_is_found(block: str) -> None:
+    with pytest.raises(SyntaxError):
+        Reader().paste(Block("python", 1, block), Path("page.md"))
+
+
+def run_page(page: Path) -> None:
     module = ModuleType("page")
     sys.modules["page"] = module
     for block in blocks(page, "python"):
         if block.file is None:  # else it runs below, as a program
-            code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
-            exec(code, vars(module))
+            compiled = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
+            exec(compiled, vars(module))
+    dispose(module)
+
+
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page.stem != "tutorial"], ids=named)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path, workplace: None) -> None:
+    run_page(page)
+    if any("from plan_models" in block.text for block in blocks(page, "python")):
+        run_page(page)  # once more: a reader's database is not empty
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=named)
@@ -108,10 +165,46 @@ def test_a_file_that_a_page_shows_is_an_example_word_for_word(page: Path) -> Non
         assert block.file.read_text() == block.text
 
 
-@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda example: str(example.name))
-def test_an_example_runs_as_a_program(example: Path, workplace: None) -> None:
+PROGRAMS = [example for example in sorted(EXAMPLES.glob("*.py")) if example.stem != "worker"]  # which does not end
+
+
+@pytest.mark.parametrize("example", PROGRAMS, ids=lambda example: str(example.name))
+def test_an_example_runs_as_a_program_and_runs_again(example: Path, workplace: None) -> None:
     runner = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"] if example.stem.startswith("test_") else []
-    run_program(*runner, str(example))
+    for _ in range(1 if runner else 2):
+        run_program(*runner, str(example))
+
+
+def test_the_worker_finishes_what_it_is_at_when_it_is_told_to_stop(workplace: None) -> None:
+    models: Any = importlib.import_module("plan_models")
+    plans: Any = importlib.import_module("carry_out_plan").plans
+    engine = create_engine(os.environ["DATABASE_URL"])
+    models.Base.metadata.create_all(engine)
+    with Session(engine) as session, session.begin():
+        transfers = [{"payer": "ada", "payee": "ben", "amount": 10}] * 6
+        waiting = [models.Plan(status=models.PlanStatus.APPROVED, transfers=transfers[:count]) for count in (6, 1)]
+        accounts = [models.Account(name=name, balance=100) for name in ("ada", "ben")]
+        session.add_all([*waiting, *accounts])
+        session.flush()
+        first, second = (plan.id for plan in waiting)
+    engine.dispose()
+    command = [sys.executable, str(EXAMPLES / "worker.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as worker:
+        try:
+            eventually(lambda: len(plans.receipts(first)) >= 2 or worker.poll() is not None, "two receipts")
+            worker.send_signal(signal.SIGTERM)
+            output, _ = worker.communicate(timeout=60)
+        finally:
+            worker.kill()
+    assert worker.returncode == 0, output
+    assert f"plan {first}: executed" in output
+    assert plans.get(first).status == "executed"
+    assert plans.get(second).status == "approved", "no other plan was claimed"
+
+
+def test_the_plan_file_that_a_page_shows_is_one() -> None:
+    (shown,) = blocks(DOCS / "demo.md", "json")
+    assert len(PlanFile.model_validate(json.loads(shown.text)).actions) == 3
 
 
 # SQL
@@ -198,10 +291,14 @@ def commands() -> list[tuple[str, str]]:
 def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
     words = command.split()
     match words:
-        case ["pip", "install", "-e", extra]:
-            named_extras = re.fullmatch(r'"\.\[([\w,]+)\]"', extra)
+        case ["pip", "install", *arguments] if of_ours := [each for each in arguments if each[:3] in {'".[', '"pa'}]:
+            named_extras = re.fullmatch(r'"(?:\.|path/to/sqla_durable)\[([\w,]+)\]"', of_ours[0])
             assert named_extras is not None
             assert set(named_extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+        case ["pip", "install", requirement]:
+            assert requirement[1:-1] in PROJECT["optional-dependencies"]["demo"]
+        case ["python", file] if file.endswith(".py"):
+            assert (EXAMPLES / file).exists()
         case ["sqla-durable", subcommand, *_]:
             target: str = PROJECT["scripts"]["sqla-durable"]
             module, function = target.split(":")

@@ -137,7 +137,7 @@ def test_a_forked_child_does_not_keep_the_runs_of_its_dead_parent_alive(
     try:
         eventually(lambda: expiry(engine, childs), "the child's claim")
         os.kill(process.pid, signal.SIGKILL)
-        process.join(20)
+        process.join()
         since = let_lapse(engine, parents)
         eventually(renewed(engine, childs, 2), "two heartbeats of the child")
         assert expiry(engine, parents) == since

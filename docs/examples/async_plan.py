@@ -30,13 +30,15 @@ async def main() -> None:
 
     async with new_session.begin() as session:
         plan = Plan(transfers=[{"payer": "ada", "payee": "ben", "amount": 30}])
-        session.add_all([plan, Account(name="ada", balance=100), Account(name="ben", balance=0)])
+        session.add(plan)
+        await session.merge(Account(name="ada", balance=100))
+        await session.merge(Account(name="ben", balance=0))
         await session.flush()
-        await transition(plan_statuses, session, plan, PlanStatus.APPROVED)
+        assert await transition(plan_statuses, session, plan, PlanStatus.APPROVED)
         plan_id = plan.id
 
     outcome = await plans.execute(plan_id, carry_out)
-    print(outcome.status, [receipt.result for receipt in outcome.receipts])
+    print(outcome.status, [receipt.result for receipt in outcome.receipts], outcome.failure or "")
     await engine.dispose()
 
 

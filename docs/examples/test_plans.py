@@ -1,24 +1,31 @@
 # test_plans.py
-import os
 from collections.abc import Iterator
 
 import pytest
 from carry_out_plan import carry_out
 from plan_models import Account, Base, Plan, PlanStatus, PlanStep
-from sqlalchemy import create_engine, select
+from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Ending, LostLease, Runs
+from sqla_durable import Ending, LostLease, Runs, embedded
 from sqla_durable.testing import lapse
 
 
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    with embedded.start() as server:  # a server for this run of the tests, which nobody else has data in
+        engine = create_engine(server.url)
+        Base.metadata.create_all(engine)
+        yield engine
+        engine.dispose()
+
+
 @pytest.fixture
-def new_session() -> Iterator[sessionmaker[Session]]:
-    engine = create_engine(os.environ["DATABASE_URL"])
-    Base.metadata.create_all(engine)
+def new_session(engine: Engine) -> Iterator[sessionmaker[Session]]:
     yield sessionmaker(engine)
-    Base.metadata.drop_all(engine)
-    engine.dispose()
+    with engine.begin() as connection:
+        for table in reversed(Base.metadata.sorted_tables):
+            connection.execute(table.delete())
 
 
 @pytest.fixture

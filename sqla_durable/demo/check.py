@@ -1,4 +1,4 @@
-"""Holds what is in the database against the plan: is every effect there, and none of them twice?"""
+"""Holds what there is against the plan: every effect in the database exactly once, every external one at least once?"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from sqla_durable.extras import needing
 def demo(
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Another plan of stock moves, payments and labels, as a JSON file."),
+        typer.Option(metavar="FILE", help="Another plan, as a JSON file like sqla_durable/demo/plan.json."),
     ] = None,
     kills: Annotated[int, typer.Option(min=0, metavar="N", help="How often to kill the process that is at work.")] = 8,
     seed: Annotated[
@@ -28,18 +28,23 @@ def demo(
 ) -> None:
     """Carry out a plan in a process that is killed again and again.
 
-    At the end every effect is counted: each must be there exactly once.
+    At the end every effect is counted. Each one in the database must be there
+    exactly once, and each external one (the labels) at least once.
 
     The tables are in a PostgreSQL that comes with the demo and goes with it;
     where DATABASE_URL is set, in a database on that server that the demo
     creates and drops.
 
-    Exit code 0: the plan is executed, and each effect is there exactly once.
-    1: it is not. 2: the demo could not be held.
+    Exit code 0: the plan is executed, and each effect is there as often as it
+    must be. 1: it is not. 2: the demo could not be run.
     """
-    with needing("demo"):
-        import_module("psycopg")  # which SQLAlchemy would import too late for the message
-        from sqla_durable.demo.performance import perform  # noqa: PLC0415
+    try:
+        with needing("demo"):
+            import_module("psycopg")  # which SQLAlchemy would import too late for the message
+            from sqla_durable.demo.performance import perform  # noqa: PLC0415
+    except SystemExit as missing:
+        typer.echo(missing.code, err=True)
+        raise typer.Exit(2) from None
 
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -37,6 +37,8 @@ class Kill:
     inside: bool
     """Whether a transaction was open, which PostgreSQL then rolled back."""
     where: str
+    landed: bool = False
+    """Whether the plan had landed before."""
 
 
 class Audience(Protocol):
@@ -141,7 +143,8 @@ class Killer:
         sight = self._watch.look()
         self._audience.saw(process, sight)
         process.kill()
-        return Kill(process.pid, statement is not None and not sight.landed, self._place(sight, statement))
+        inside = statement is not None and not sight.landed
+        return Kill(process.pid, inside, self._place(sight, statement), sight.landed)
 
     def _place(self, sight: Sight, statement: str | None) -> str:
         position = len(sight.steps)
@@ -152,5 +155,5 @@ class Killer:
         if statement is not None:
             return f"{'between the two writes of' if 'pg_sleep' in statement else 'inside'} step {position}"
         if isinstance(self._actions[position], Label):
-            return f"around the printing of step {position}"
+            return f"just before, during or just after the printing of step {position}"
         return f"between two steps, before step {position}"

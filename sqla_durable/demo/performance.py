@@ -28,7 +28,7 @@ def perform(file: Path | None, kills: int, seed: int) -> bool:
     :param file: the plan; None for the one that comes with the demo.
     :param kills: how often to kill.
     :param seed: chooses when to kill.
-    :return: whether the plan was executed and every effect is there exactly once.
+    :return: whether the plan was executed and every effect is there as often as it must be.
     :raises DemoError: where the plan file is no good, there is no PostgreSQL to be had, or a process failed.
     """
     plan = read_plan(file)

@@ -15,11 +15,13 @@ from rich.text import Text
 
 from sqla_durable.demo.check import Tally
 from sqla_durable.demo.kills import Kill
+from sqla_durable.demo.models import Plan
 from sqla_durable.demo.plan import Action, Label, Payment, PlanFile, StockMove
 from sqla_durable.demo.process import Process
 from sqla_durable.demo.watch import Committed, Sight
 
 _WIDTH = 100
+_LEASE = Plan.__lifecycle__.lease.total_seconds()
 
 
 class Show:
@@ -34,6 +36,7 @@ class Show:
         self._actions = actions
         self._began = time.monotonic()
         self._fence = 0
+        self._holder: int | None = None
         self._seen: set[int] = set()
         self._idle: int | None = None
         self._progress = Progress(
@@ -59,6 +62,7 @@ class Show:
         if kills:
             times = _many(kills, "time")
             self.say(f"The process that carries it out will be killed {times} (--kills {kills} --seed {seed}).")
+            self.say(f"Each time, the next one waits until the lease of the one before, {_LEASE:g} s, has lapsed.")
 
     @contextmanager
     def live(self) -> Generator[None]:
@@ -85,14 +89,20 @@ class Show:
         self._progress.update(self._task, completed=len(self._seen))
 
     def killed(self, kill: Kill) -> None:
-        """Show a kill."""
+        """Show a kill; before it, a process that found the plan executed, and had nothing to claim."""
+        if kill.process != self._holder and kill.landed:
+            self._event(
+                "▶",
+                "bold cyan",
+                f"process {kill.process} finds that the plan has landed, and answers from its receipts",
+            )
         fate = ": its transaction rolls back" if kill.inside else ""
         self._event("✗", "bold red", f"process {kill.process} killed {kill.where}{fate}")
 
     def _claim(self, process: Process, sight: Sight, receipts: int) -> None:
         verb = "takes over" if self._fence else "claims the plan"
         stand = f", {_many(receipts, 'receipt')} kept" if self._fence else ""
-        self._fence = sight.fence
+        self._fence, self._holder = sight.fence, process.pid
         self._event(
             "▶", "bold cyan", f"process {process.pid} {verb}: fence {sight.fence}, attempt {sight.attempts}{stand}"
         )
@@ -129,7 +139,7 @@ class Show:
 
     def verdict(self, sight: Sight, kills: Sequence[Kill], tallies: Sequence[Tally]) -> None:
         """Show what was counted, each fault, and one sentence that says it all."""
-        table = Table(title="Counted in the database", title_justify="left", header_style="bold")
+        table = Table(title="Counted", title_justify="left", header_style="bold")
         for column in ("what", "in the plan", "found", ""):
             table.add_column(column, justify="right" if column in {"in the plan", "found"} else "left")
         for tally in tallies:
@@ -144,7 +154,7 @@ class Show:
         survived = f"{_many(len(kills), 'kill')}, {inside} of them inside a transaction; " if kills else ""
         how = f"{survived}{_many(sight.attempts, 'attempt')}, fence {sight.fence}"
         if sight.error is None and not any(tally.faults for tally in tallies):
-            self._print(Text(f"✓ Every effect is there exactly once: {how}.", "bold green"))
+            self._print(Text(f"✓ {_praised(self._actions)}: {how}.", "bold green"))
         else:
             self._print(Text(f"✗ Not as planned: {how}.", "bold red"))
 
@@ -166,6 +176,14 @@ def _result(action: Action, result: object) -> str:
             return f"{result} € left"
         case Label():
             return f"{result}"
+
+
+def _praised(actions: Sequence[Action]) -> str:
+    external = sum(isinstance(action, Label) for action in actions)
+    if external == len(actions):
+        return "Every external effect is there at least once"
+    labels = ", and every external one at least once" if external else ""
+    return f"Every effect in the database is there exactly once{labels}"
 
 
 def _many(number: int, noun: str) -> str:
