@@ -128,6 +128,8 @@ if TYPE_CHECKING:
 else:
 
     class ReceiptMixin(_ReceiptColumns):
+        __abstract__ = True
+
         def __class_getitem__(cls, run: Any) -> type[Any]:
             if isinstance(run, TypeVar):
                 return cls
@@ -150,7 +152,7 @@ def _run_key(run: Any) -> dict[str, Any]:
         )
         for column in mapper.base_mapper.primary_key
     }
-    return {"__run__": run, **key}
+    return {"__abstract__": True, "__run__": run, **key}
 
 
 def _configure(mapper: Mapper[Any]) -> None:

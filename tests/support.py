@@ -136,11 +136,14 @@ def eventually(condition: Callable[[], ValueT | None], what: str = "the conditio
 def blocked_backends(engine: Engine) -> int:
     """How many backends of this database PostgreSQL reports as waiting for a lock."""
     with engine.connect() as connection:
-        return connection.scalar(
-            select(func.count())
-            .select_from(text("pg_stat_activity"))
-            .where(text("datname = current_database() AND wait_event_type = 'Lock'"))
-        ) or 0
+        return (
+            connection.scalar(
+                select(func.count())
+                .select_from(text("pg_stat_activity"))
+                .where(text("datname = current_database() AND wait_event_type = 'Lock'"))
+            )
+            or 0
+        )
 
 
 def wait_until_blocked(engine: Engine, backends: int = 1) -> None:

@@ -52,16 +52,12 @@ Jsonb = Callable[[str], Any]
 def jsonb(database_url: str) -> Iterator[Jsonb]:
     """Store a text as JSONB and return what psycopg makes of it, as a replay does."""
     with psycopg.connect(database_url.replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute(
-            "CREATE TEMPORARY TABLE receipt (id int GENERATED ALWAYS AS IDENTITY, result jsonb)"
-        )
+        connection.execute("CREATE TEMPORARY TABLE receipt (id int GENERATED ALWAYS AS IDENTITY, result jsonb)")
 
         def stored(text: str) -> Any:
             insert = "INSERT INTO receipt (result) VALUES (%s) RETURNING id"
             (row,) = connection.execute(insert, [text]).fetchone() or (None,)
-            (result,) = connection.execute("SELECT result FROM receipt WHERE id = %s", [row]).fetchone() or (
-                None,
-            )
+            (result,) = connection.execute("SELECT result FROM receipt WHERE id = %s", [row]).fetchone() or (None,)
             return result
 
         yield stored
@@ -358,8 +354,7 @@ RETURNED: list[tuple[Any, Any]] = [
 def labels(cases: list[Any]) -> list[str]:
     """The same for every worker: without addresses, or the order of a set."""
     return [
-        f"{getattr(case[0], '__name__', 'annotation')} {type(case[1]).__name__} {n}"
-        for n, case in enumerate(cases)
+        f"{getattr(case[0], '__name__', 'annotation')} {type(case[1]).__name__} {n}" for n, case in enumerate(cases)
     ]
 
 

@@ -60,7 +60,9 @@ def test_leaving_a_terminal_status_says_that_it_is_terminal() -> None:
 
 @pytest.mark.parametrize("stranger", [Door.OPEN, Door.RED, "red", None], ids=repr)
 def test_a_status_of_another_enumeration_is_refused_even_with_an_equal_value(stranger: Any) -> None:
-    with pytest.raises(UndeclaredTransition, match="is not a status of Light; pass one of its members: RED, GREEN, OUT, GONE"):
+    with pytest.raises(
+        UndeclaredTransition, match="is not a status of Light; pass one of its members: RED, GREEN, OUT, GONE"
+    ):
         machine().check_status(stranger)
 
 

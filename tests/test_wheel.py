@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CONSUMER = '''
+CONSUMER = """
 from enum import StrEnum
 
 from sqlalchemy import create_engine
@@ -60,7 +60,7 @@ def handler(run: Run[Job]) -> None:
 
 
 Runs(sessionmaker(create_engine("postgresql+psycopg://")), Job, JobStep).execute(1, handler)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
