@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,7 @@ from sqla_durable.demo.exc import DemoError
 
 _LAST_WORDS = 2000
 _SIGKILL = 9
+_BETWEEN_LOOKS = 0.0002
 
 
 class Process:
@@ -72,7 +74,9 @@ class Process:
         if sys.platform != "win32":
             self._popen.send_signal(signal.SIGSTOP)
             # Until it has stopped, or ended; which of them is left for poll() to find.
-            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            look = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+            while os.waitid(os.P_PID, self.pid, look) is None:
+                time.sleep(_BETWEEN_LOOKS)
 
     def thaw(self) -> None:
         """Let the process go on."""
