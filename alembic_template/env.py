@@ -7,7 +7,7 @@ from typing import Any
 
 from alembic import context
 from alembic.util import CommandError
-from sqlalchemy import JSON, URL, Column, Connection, Engine, MetaData, engine_from_config, event, make_url, pool
+from sqlalchemy import JSON, URL, Column, Connection, Engine, Enum, MetaData, engine_from_config, event, make_url, pool
 
 config = context.config
 
@@ -45,10 +45,20 @@ def find_url() -> URL:
 
 
 def compare_server_default(
-    _context: Any, _inspected_column: Any, column: Column[Any], *_defaults: str | None
+    _context: Any, inspected_column: Column[Any], column: Column[Any], *_defaults: str | None
 ) -> bool | None:
-    """Have PostgreSQL itself compare server defaults, except for JSON, for which it has no equality."""
-    return False if type(column.type) is JSON else None
+    """Have PostgreSQL itself compare server defaults, except where it cannot.
+
+    JSON has no equality, and a member of a native enum none with a text.
+    """
+    if type(column.type) is JSON:
+        return False
+    return True if is_native_enum(inspected_column) and not is_native_enum(column) else None
+
+
+def is_native_enum(column: Column[Any]) -> bool:
+    """Say whether a column is of a type of its own in the database."""
+    return isinstance(column.type, Enum) and column.type.native_enum
 
 
 def include_object(_object: Any, _name: str | None, type_: str, reflected: bool, compare_to: Any) -> bool:

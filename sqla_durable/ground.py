@@ -11,10 +11,10 @@ from sqlalchemy import Connection, Engine, Executable
 from sqlalchemy.orm import Mapper, Session
 
 from sqla_durable.caller import require_postgresql
-from sqla_durable.exc import ConfigurationError, DatabaseUnavailable
+from sqla_durable.exc import ConfigurationError, DatabaseUnavailable, RetryableError
 from sqla_durable.prepared import Prepared
 from sqla_durable.session import StepSession
-from sqla_durable.sqlstate import retry_conflicts, translated
+from sqla_durable.sqlstate import is_outdated, retry_conflicts, translated
 
 ValueT = TypeVar("ValueT")
 OLDEST_SERVER = (15,)
@@ -139,6 +139,15 @@ class Ground:
         with translated(), (engine or self.engine).connect() as connection, autocommitting(connection):
             yield connection
 
+    def single(self, work: Callable[[Connection], ValueT]) -> ValueT:
+        """Do ``work``, a single statement, again where it conflicts with another transaction."""
+
+        def once() -> ValueT:
+            with self.autocommit() as connection:
+                return work(connection)
+
+        return retry_conflicts(once)
+
     def own_engine(self) -> Engine:
         """Return an engine with a pool of its own, which connects and listens like the user's."""
         engine = self.engine
@@ -192,14 +201,16 @@ def _set_autocommit(connection: Connection, driver: Any, *, value: bool) -> None
 
 @contextmanager
 def dropping(connection: Connection) -> Generator[None, None, None]:
-    """Raise errors of ours, and drop a connection to a server that takes no writes.
+    """Raise errors of ours, and drop a connection that can be of no use.
 
-    The pool takes such a connection for a healthy one and would hand it out again.
+    That is one to a server that takes no writes, or one with a statement prepared before a migration. The pool takes
+    either for a healthy one and would hand it out again.
     """
     try:
         with translated():
             yield
-    except DatabaseUnavailable:
-        if not connection.closed and not connection.invalidated:
+    except RetryableError as error:
+        useless = isinstance(error, DatabaseUnavailable) or is_outdated(error.__cause__)
+        if useless and not connection.closed and not connection.invalidated:
             connection.invalidate()
         raise

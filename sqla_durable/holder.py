@@ -28,7 +28,6 @@ from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
-from sqla_durable.sqlstate import retry_conflicts
 from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
@@ -174,12 +173,8 @@ class Holder(Generic[RunT]):
         self.refuse_lost()
         if self._body() is not None:
             return
-        retry_conflicts(self._beat_once)
+        self.store.single(self.beat)
         self.refuse_lost()
-
-    def _beat_once(self) -> None:
-        with self.store.autocommit() as connection:
-            self.beat(connection)
 
     def beat(self, connection: Connection) -> bool:
         """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""

@@ -43,10 +43,13 @@ def sqlstate_of(error: BaseException) -> str | None:
     return code if isinstance(code, str) else None
 
 
-def _source(error: BaseException) -> str | None:
-    """Return the function of the server that raised an error, which no language changes as it does the message."""
-    name: str | None = getattr(getattr(getattr(error, "orig", error), "diag", None), "source_function", None)
-    return name
+def is_outdated(error: BaseException | None) -> bool:
+    """Whether a migration has changed what a statement returns that was prepared before it.
+
+    It is known by the function of the server that raises it: no language changes that, as it does the message.
+    """
+    function = getattr(getattr(getattr(error, "orig", error), "diag", None), "source_function", None)
+    return error is not None and sqlstate_of(error) == _FEATURE_NOT_SUPPORTED and function == "RevalidateCachedQuery"
 
 
 def database_errors(error: BaseException) -> Iterator[BaseException]:
@@ -80,7 +83,7 @@ def translate(error: BaseException) -> RetryableError | None:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
         )
-    if code == _FEATURE_NOT_SUPPORTED and _source(error) == "RevalidateCachedQuery":
+    if is_outdated(error):
         return TransactionConflict(f"a migration changed what a prepared statement returns; do it again: {shown}")
     if code in _TIMEOUTS:
         return StepTimeout(

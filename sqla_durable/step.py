@@ -161,8 +161,8 @@ class Steps:
         values = self._values(lease, key, effect, result=result, failure=failure)
         row = retry_outages(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         if row.recorded_at is None:
-            with self.store.autocommit() as connection:
-                return Written(self._read(connection, lease, key), before=True, cancel_requested=row.cancel_requested)
+            known = self.store.single(lambda connection: self._read(connection, lease, key))
+            return Written(known, before=True, cancel_requested=row.cancel_requested)
         receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
         return Written(receipt, before=False, cancel_requested=row.cancel_requested)
 

@@ -16,7 +16,6 @@ from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
-from sqla_durable.sqlstate import retry_conflicts
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -75,15 +74,8 @@ class Store(Ground, Generic[RunT]):
         :raises LostLease: where the lease is lost.
         :raises Cancelled: where the write is refused because of a cancel request.
         """
-
-        def once() -> AnyRow:
-            with self.autocommit() as connection:
-                row = write(connection)
-            if row is not None:
-                return row
-            return self.execute(lambda _, connection: self.held(connection, lease, write))
-
-        return retry_conflicts(once)
+        row = self.single(write)
+        return self.execute(lambda _, connection: self.held(connection, lease, write)) if row is None else row
 
     def held(self, connection: Connection, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in this transaction, taking the run back first where it was reaped but not claimed."""

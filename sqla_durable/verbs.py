@@ -137,8 +137,7 @@ class Verbs(Generic[RunT]):
     def receipts(self, ident: object) -> tuple[Receipt, ...]:
         """See :meth:`.Runs.receipts`."""
         identity = self.runs.identity(ident)
-        with self.store.autocommit() as connection:
-            return self._receipts(connection, identity)
+        return self.store.single(lambda connection: self._receipts(connection, identity))
 
     def heal(self, ident: object) -> bool:
         """See :meth:`.Runs.heal`."""

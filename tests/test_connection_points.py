@@ -19,6 +19,8 @@ from sqla_durable.asyncio import AsyncRuns
 from tests.support import Entry, Plan, PlanStatus, PlanStep, approved_plan, column, entries, let_lapse
 from tests.support_points import EFFECTS, STEPS, Points, carry_out, carry_out_async, commits
 
+pytestmark = pytest.mark.slow
+
 
 class Worker:
     """Carries plans out, all with one pool of connections."""

@@ -20,6 +20,8 @@ from tests.support import Entry, Plan, PlanStatus, PlanStep, approved_plan, entr
 from tests.support_points import DATABASE_STEPS, EFFECTS, STEPS, carry_out, commits, told
 from tests.support_processes import Program
 
+pytestmark = pytest.mark.slow
+
 FORMS = ["sync", "async"]
 
 

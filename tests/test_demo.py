@@ -23,6 +23,8 @@ from sqla_durable.demo.exc import DemoError
 from sqla_durable.demo.kills import instants
 from sqla_durable.demo.plan import Label, Payment, StockMove, read_plan
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = Path(sqla_durable.__file__).parents[1]
 PATIENCE = 60.0
 MOVE = {"kind": "stock_move", "article": "tea", "source": "Hamburg", "target": "Berlin", "quantity": 3}
