@@ -28,6 +28,8 @@ from tests.support_embedded import (
     user_of,
 )
 
+pytestmark = pytest.mark.slow
+
 base, home, bin_dir = support_embedded.base, support_embedded.home, support_embedded.bin_dir
 
 
@@ -117,8 +119,6 @@ def test_a_killed_server_that_no_process_collects_is_not_taken_for_a_living_one(
     script = """
 import ctypes, os, signal, time
 from datetime import timedelta
-
-pytestmark = pytest.mark.slow
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: the server becomes a child that is never waited for
 home = Path(sys.argv[1])
 server = embedded.start(home)
