@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import BigInteger, Engine, String, select
+from sqlalchemy import BigInteger, Engine, String, event, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -129,7 +129,15 @@ def test_a_batch_of_claimed_runs_reads_its_receipts_in_one_statement(
     for run in plans.claim_due(3):
         run.step("first", write_entry, str(run.row.id))
         run.release()
+    reads: list[str] = []
+
+    def note(_: Any, __: Any, statement: str, *___: Any) -> None:
+        reads.extend([statement] if "FROM plan_step" in statement else [])
+
+    event.listen(engine, "before_cursor_execute", note)
     again = plans.claim_due(3)
+    event.remove(engine, "before_cursor_execute", note)
+    assert len(reads) == 1
     assert {run.row.id: [receipt.result for receipt in run.receipts] for run in again} == {
         ident: [str(ident)] for ident in idents
     }
