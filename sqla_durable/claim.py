@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, String, Update, select
+from sqlalchemy import Column, ColumnElement, String, Update, select
 
 from sqla_durable import clock
 from sqla_durable.rows import AnySelect, bound, limit
@@ -19,8 +19,7 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
 
     :param run_now: claim a run that is not due, too.
     """
-    due = [] if run_now else [runs.available_at <= clock.now()]
-    locking = runs.lock(runs.matches(), runs.in_status(runs.lifecycle.ready), *due)
+    locking = runs.lock(runs.matches(), *claimable(runs, run_now=run_now))
     return runs.update(locking, _claimed(runs)).returning(*runs.key, runs.fence, runs.attempts)
 
 
@@ -29,8 +28,7 @@ def claim_due(runs: RunRows[Any]) -> AnySelect:
 
     Executed with ``owner`` and ``limit``. Locked rows are skipped, so that claimers do not queue up behind each other.
     """
-    due = runs.available_at <= clock.now()
-    locking = runs.lock(runs.in_status(runs.lifecycle.ready), due, skip_locked=True)
+    locking = runs.lock(*claimable(runs), skip_locked=True)
     locking = locking.order_by(runs.available_at, *runs.key).limit(limit())
     claimed = (
         runs.update(locking, _claimed(runs))
@@ -42,6 +40,12 @@ def claim_due(runs: RunRows[Any]) -> AnySelect:
     return select(*keys, claimed.c[runs.fence.key], claimed.c[runs.attempts.key]).order_by(
         claimed.c[runs.available_at.key], *keys
     )
+
+
+def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:
+    """The conditions that a run may be claimed."""
+    due = [] if run_now else [runs.available_at <= clock.now()]
+    return [runs.in_status(runs.lifecycle.ready), *due]
 
 
 def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:

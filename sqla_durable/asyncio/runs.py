@@ -1,23 +1,17 @@
-"""The same over asyncio: :class:`AsyncRuns` and :class:`AsyncRun`.
+"""Runs over asyncio.
 
 Every verb is the one of the synchronous form, run as :meth:`~sqlalchemy.ext.asyncio.AsyncSession.run_sync` runs
-its function: there is no second copy of any statement. This module needs greenlet, which the ``asyncio`` extra brings.
+its function: there is no second copy of any statement.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
-
-try:
-    importlib.import_module("greenlet")
-except ImportError as missing:
-    raise ImportError('sqla_durable.asyncio needs greenlet: pip install "sqla_durable[asyncio]"') from missing
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
