@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, String, Update, select
+from sqlalchemy import Column, ColumnElement, String, Update, func, select, true
 
 from sqla_durable import clock
-from sqla_durable.rows import AnySelect, bound, limit
+from sqla_durable.reap import reap
+from sqla_durable.rows import AnySelect, at_most, bound
 from sqla_durable.run import RunRows
 
 
@@ -23,23 +24,24 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
     return runs.update(locking, _claimed(runs)).returning(*runs.key, runs.fence, runs.attempts)
 
 
-def claim_due(runs: RunRows[Any]) -> AnySelect:
-    """Claim up to ``limit`` due runs, those due for longest first, and return them in that order.
+def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
+    """Reap what has lapsed, then claim up to ``limit`` due runs, those due for longest first, in one statement.
 
-    Executed with ``owner`` and ``limit``. Locked rows are skipped, so that claimers do not queue up behind each other.
+    Executed with ``owner``. Locked rows are skipped, so that claimers do not queue up behind each other.
+    A run that is reaped here is claimed by the next execution at the earliest, as this one does not see it ready yet.
+
+    :return: a statement whose rows are the number of runs reaped and the columns of a claimed run, in the order in
+     which they were due; a single one without a run where there was none to claim.
     """
+    reaped = reap(runs, limit).cte("reaped")
     locking = runs.lock(*claimable(runs), skip_locked=True)
-    locking = locking.order_by(runs.available_at, *runs.key).limit(limit())
-    claimed = (
-        runs.update(locking, _claimed(runs))
-        .returning(*runs.key, runs.fence, runs.attempts, runs.available_at)
-        .cte("claimed")
-    )
+    # Not by key as well, which no index has: a sort would read all that became due at one instant.
+    locking = locking.order_by(runs.available_at).limit(at_most(limit))
+    claimed = runs.update(locking, _claimed(runs)).returning(*runs.table.columns).cte("claimed")
+    count = select(func.count().label("reaped")).select_from(reaped).subquery("counted")
     # UPDATE ... RETURNING does not keep the order of the rows that were locked.
-    keys = [claimed.c[column.key] for column in runs.key]
-    return select(*keys, claimed.c[runs.fence.key], claimed.c[runs.attempts.key]).order_by(
-        claimed.c[runs.available_at.key], *keys
-    )
+    order = [claimed.c[column.key] for column in (runs.available_at, *runs.key)]
+    return select(count.c.reaped, *claimed.c).select_from(count.outerjoin(claimed, true())).order_by(*order)
 
 
 def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:

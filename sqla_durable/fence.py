@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     Column,
     ColumnElement,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     or_,
     select,
 )
+from sqlalchemy import column as named
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
@@ -96,16 +98,34 @@ def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, 
     :param values: the user's own columns to set along with it.
     :param failed: whether an ``error`` is recorded.
     """
-    cancelled = runs.lifecycle.cancelled
-    uncancelled = [] if cancelled in {None, to} else [runs.cancel_requested_at.is_(None)]
-    changes = {
-        **values,
-        runs.status: runs.constant(to),
-        runs.finished_at: clock.stamp(),
-        **_no_lease(runs),
-        **(_error(runs) if failed else {runs.error: None}),
-    }
+    uncancelled = [] if to == runs.lifecycle.cancelled else _uncancelled(runs)
+    changes = {**values, **_landing(runs, to), **(_error(runs) if failed else {})}
     return runs.update(runs.lock(runs.matches(), holding(runs), *uncancelled), changes).returning(*changes)
+
+
+def land_done(runs: RunRows[Any]) -> Update:
+    """Move a run whose work is finished to done. The result has the columns of :func:`landed`."""
+    return runs.update(runs.lock(runs.matches(), *_may_be_done(runs)), _done(runs)).returning(*landed(runs))
+
+
+def land_all_done(runs: RunRows[Any]) -> Update:
+    """Do the same with a group of runs, each conditional on its own fence; executed with arrays.
+
+    Rows are locked in the order of their keys, and locked ones are skipped: a holder that waits for one row must not
+    make those of the other rows wait with it.
+    """
+    keys = [bound(name, ARRAY(column.type)) for name, column in zip(runs.key_names, runs.key, strict=True)]
+    names = [named(name, column.type) for name, column in zip(runs.key_names, runs.key, strict=True)]
+    arrays = func.unnest(*keys, bound("fence", ARRAY(BigInteger())))
+    asked = arrays.table_valued(*names, named("fence", BigInteger())).render_derived(name="asked")
+    same = [column == asked.c[name] for name, column in zip(runs.key_names, runs.key, strict=True)]
+    locking = runs.lock(*same, runs.fence == asked.c.fence, *_may_be_done(runs)[1:], skip_locked=True)
+    return runs.update(locking.order_by(*runs.key), _done(runs)).returning(*landed(runs))
+
+
+def landed(runs: RunRows[Any]) -> list[Column[Any]]:
+    """The columns that a landing as done returns: the key, and what it changes."""
+    return [*runs.key, *_done(runs)]
 
 
 def release(runs: RunRows[Any], *, failed: bool) -> Update:
@@ -148,6 +168,22 @@ def remember(runs: RunRows[Any], error: ColumnElement[Any]) -> ColumnElement[Any
 
 def _fence(runs: RunRows[Any]) -> ColumnElement[bool]:
     return runs.fence == bound("fence", BigInteger())
+
+
+def _uncancelled(runs: RunRows[Any]) -> list[ColumnElement[bool]]:
+    return [] if runs.lifecycle.cancelled is None else [runs.cancel_requested_at.is_(None)]
+
+
+def _may_be_done(runs: RunRows[Any]) -> list[ColumnElement[bool]]:
+    return [_fence(runs), runs.in_status(runs.lifecycle.running), *_uncancelled(runs)]
+
+
+def _done(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+    return _landing(runs, runs.lifecycle.done)
+
+
+def _landing(runs: RunRows[Any], to: StrEnum) -> dict[Column[Any], Any]:
+    return {runs.status: runs.constant(to), runs.finished_at: clock.stamp(), **_no_lease(runs), runs.error: None}
 
 
 def _fresh_lease(runs: RunRows[Any]) -> dict[Column[Any], Any]:

@@ -20,6 +20,18 @@ ValueT = TypeVar("ValueT")
 OLDEST_SERVER = (15,)
 
 
+class Gate(Protocol):
+    """Where one thread, or task, waits until another opens it, once."""
+
+    def wait(self) -> None:
+        """Wait until it is open."""
+        ...
+
+    def open(self) -> None:
+        """Let the one that waits go on."""
+        ...
+
+
 class Sessions(Protocol):
     """Where sessions come from, and which kind of driver and thread their connections need."""
 
@@ -31,6 +43,10 @@ class Sessions(Protocol):
 
     def step(self) -> StepSession:
         """Return the same, as a :class:`.StepSession`."""
+        ...
+
+    def gate(self) -> Gate:
+        """Return a gate for what calls this to wait at."""
         ...
 
     def run_in_thread(self, work: Callable[[], None]) -> None:

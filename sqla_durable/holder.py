@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,10 +25,11 @@ from sqla_durable.exc import (
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
-from sqla_durable.rows import AnyRow, arguments
-from sqla_durable.run import RunT
+from sqla_durable.rows import arguments
+from sqla_durable.run import RunMixin, RunT
 from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
@@ -49,16 +51,30 @@ class Holder(Generic[RunT]):
     """What :class:`.Run` and its asyncio twin are in front of.
 
     :param steps: the steps of the store that the run is in.
+    :param landings: its landings.
     :param lease: what the claim handed out.
-    :param row: the user's object as it was when claimed, detached.
+    :param row: the user's object as it was when claimed, detached; or what makes it, on the first use.
     :param receipts: the receipts known at that time.
+    :param cancel_requested: whether the run had been asked to be cancelled by then.
     """
 
-    def __init__(self, steps: Steps, lease: Lease, row: RunT, receipts: Iterable[Receipt]) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        landings: Landings,
+        lease: Lease,
+        row: RunT | Callable[[], RunT],
+        receipts: Iterable[Receipt],
+        *,
+        cancel_requested: bool,
+    ) -> None:
         self.steps = steps
+        self.landings = landings
         self.store: Store[RunT] = steps.store
         self.lease = lease
-        self.row = row
+        self._row = row
+        self._made = threading.Lock()
+        self._landed: Mapping[Any, Any] = {}
         self.receipts = {receipt.step: receipt for receipt in receipts}
         self.batch: tuple[Holder[RunT], ...] = (self,)
         self.status: StrEnum = self.store.runs.lifecycle.running
@@ -69,7 +85,16 @@ class Holder(Generic[RunT]):
         self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
-        self.note_cancel(requested=row.cancel_requested_at is not None)
+        self.note_cancel(requested=cancel_requested)
+
+    @property
+    def row(self) -> RunT:
+        """The user's object; once the run has ended, as it ended."""
+        with self._made:
+            if not isinstance(self._row, RunMixin):
+                self._row = self._row()
+                self.store.runs.show(self._row, self._landed)
+            return self._row
 
     def known(self) -> tuple[Receipt, ...]:
         """Return the receipts known to this holder in the order they were recorded."""
@@ -217,7 +242,8 @@ class Holder(Generic[RunT]):
     def finish(self, values: Mapping[str, Any]) -> None:
         """See :meth:`.Run.finish`."""
         self.refuse_lost()
-        self.land(self.store.runs.lifecycle.done, values)
+        if values or not self._land_in_group():
+            self.land(self.store.runs.lifecycle.done, values)
 
     def fail(self, error: BaseException | Failure, values: Mapping[str, Any]) -> None:
         """See :meth:`.Run.fail`."""
@@ -246,6 +272,16 @@ class Holder(Generic[RunT]):
             )
         self._end(fence.release(self.store.runs, failed=failure is not None), failure)
 
+    def _land_in_group(self) -> bool:
+        self._ending = True
+        try:
+            landed = self.landings.land(self.lease)
+            if landed is not None:
+                self._show(landed)
+            return landed is not None
+        finally:
+            self._ending = False
+
     def _end(self, statement: Update, failure: Failure | None) -> None:
         error = {} if failure is None else {"error": json.dumps(failure.to_json())}
         key = self.store.runs.parameters(self.lease.identity)
@@ -255,7 +291,7 @@ class Holder(Generic[RunT]):
             row = self.store.write(
                 self.lease, lambda connection: connection.execute(statement, parameters).one_or_none()
             )
-            self._show(row)
+            self._show(row._mapping)
             self.failure = failure
         except (LostLease, Cancelled) as lost:
             self.note(lost)
@@ -263,11 +299,13 @@ class Holder(Generic[RunT]):
         finally:
             self._ending = False
 
-    def _show(self, row: AnyRow) -> None:
-        runs = self.store.runs
+    def _show(self, landed: Mapping[Any, Any]) -> None:
+        self.status = landed[self.store.runs.status]
         self.ended = True
-        self.status = row._mapping[runs.status]
-        runs.show(self.row, row._mapping)
+        with self._made:
+            self._landed = landed
+            if isinstance(self._row, RunMixin):
+                self.store.runs.show(self._row, landed)
 
 
 def stored_key(key: str | int) -> str:

@@ -1,4 +1,4 @@
-"""A statement that is compiled once and then executed at the cheapest level there is.
+"""Statements that are compiled once and then executed at the cheapest level there is.
 
 For the step's statements a Core execution spends more client time on the cache key than the server does on the work.
 They go to the driver's cursor directly, unless somebody listens to the engine or logs its statements: then through
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from sqlalchemy import Connection, Engine, Executable
+from psycopg.sql import Literal
+from sqlalchemy import Column, Connection, Dialect, Engine, Executable
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ClauseElement
 
@@ -20,7 +22,7 @@ from sqla_durable.rows import AnyRow
 
 
 class Prepared:
-    """An executable that returns at most one row, compiled for one engine with its schema translation.
+    """An executable compiled for one engine with its schema translation.
 
     :param statement: the statement; its bound parameters must need no conversion by their types.
     :param engine: whose dialect and ``schema_translate_map`` apply.
@@ -39,25 +41,35 @@ class Prepared:
         escaped: dict[str, str] = compiled.escaped_bind_names or {}
         self._fixed: dict[str, Any] = {}
         for bind, name in compiled.bind_names.items():
-            if not bind.required:
-                self._fixed[escaped.get(str(name), str(name))] = bind.value
+            if bind.required:
+                continue
+            placeholder = escaped.get(str(name), str(name))
+            if type(bind.value) in {int, str}:
+                # A constant: each parameter costs the driver as much as a column of the result.
+                self._sql = self._sql.replace(f"%({placeholder})s", _constant(bind.value))
+            else:
+                self._fixed[placeholder] = bind.value
         self._row = cast(Any, _row_class(columns))
 
     def first(self, connection: Connection, parameters: dict[str, Any]) -> AnyRow | None:
         """Execute with ``parameters`` beside the values the statement already holds; return the row, if any."""
-        values = {**self._fixed, **parameters}
-        row: Any
-        if _observed(connection):
-            row = connection.exec_driver_sql(self._sql, values).one_or_none()
-        else:
-            row = self._execute(connection, values)
-        return None if row is None else self._row(*row)
+        rows, _ = self.rows(connection, parameters)
+        return self._row(*rows[0]) if rows else None
 
-    def _execute(self, connection: Connection, values: dict[str, Any]) -> tuple[Any, ...] | None:
+    def rows(self, connection: Connection, parameters: dict[str, Any]) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
+        """Execute with ``parameters``; return all rows as the driver gives them, and the cursor's description."""
+        values = {**self._fixed, **parameters}
+        if _observed(connection):
+            result: Any = connection.exec_driver_sql(self._sql, values)
+            description = result.cursor.description
+            return result.all(), description
+        return self._execute(connection, values)
+
+    def _execute(self, connection: Connection, values: dict[str, Any]) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
         cursor = connection.connection.cursor()
         try:
             cursor.execute(self._sql, values)
-            return cast("tuple[Any, ...] | None", cursor.fetchone())
+            return cursor.fetchall(), cast("Sequence[Any]", cursor.description)
         except self._dialect.loaded_dbapi.Error as error:
             raise self._wrapped(connection, error, values, cursor) from error
         finally:
@@ -74,6 +86,42 @@ class Prepared:
         base = self._dialect.loaded_dbapi.Error
         instance: Any = DBAPIError.instance
         return instance(self._sql, values, error, base, connection_invalidated=lost, dialect=self._dialect)
+
+
+def _constant(value: int | str) -> str:
+    return Literal(value).as_string(None).strip().replace("%", "%%")
+
+
+class Loader:
+    """Turns what a driver returned for some columns into the values that their types make of it.
+
+    :param columns: the columns, in the order in which the statement returns them.
+    :param dialect: the engine's.
+    """
+
+    def __init__(self, columns: Sequence[Column[Any]], dialect: Dialect) -> None:
+        self._columns = columns
+        self._dialect = dialect
+        self._processors: list[tuple[int, Callable[[Any], Any]]] | None = None
+
+    def load(self, row: Sequence[Any], description: Sequence[Any]) -> dict[Column[Any], Any]:
+        """Return the values of ``row`` by column.
+
+        :param description: that of the cursor it came from, which names the types that the server returned.
+        """
+        if self._processors is None:
+            self._processors = list(self._needed(description))
+        values = list(row)
+        for position, process in self._processors:
+            values[position] = process(values[position])
+        return dict(zip(self._columns, values, strict=False))
+
+    def _needed(self, description: Sequence[Any]) -> Iterator[tuple[int, Callable[[Any], Any]]]:
+        for position, column in enumerate(self._columns):
+            type_ = column.type.dialect_impl(self._dialect)
+            process = type_.result_processor(self._dialect, description[position][1])
+            if process is not None:
+                yield position, process
 
 
 def _row_class(columns: tuple[str, ...]) -> type[tuple[Any, ...]]:

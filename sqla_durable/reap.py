@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
 from sqla_durable.fence import remember
-from sqla_durable.rows import AnySelect, limit
+from sqla_durable.rows import AnySelect, at_most
 from sqla_durable.run import RunRows
 
 
@@ -29,10 +29,11 @@ def heal(runs: RunRows[Any], *, skip_locked: bool) -> Update:
     return _reap(runs, runs.lock(runs.matches(), lapsed(runs), skip_locked=skip_locked))
 
 
-def reap(runs: RunRows[Any]) -> Update:
+def reap(runs: RunRows[Any], limit: int) -> Update:
     """Reap up to ``limit`` lapsed runs, those started first."""
     locking = runs.lock(lapsed(runs), skip_locked=True)
-    return _reap(runs, locking.order_by(runs.started_at, *runs.key).limit(limit()))
+    # Not by key as well, which no index has: a sort would read all that were started at one instant.
+    return _reap(runs, locking.order_by(runs.started_at).limit(at_most(limit)), "lapsed")
 
 
 def requeue(runs: RunRows[Any]) -> Update:
@@ -72,7 +73,7 @@ def request_cancel(runs: RunRows[Any]) -> Update:
     return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*runs.key, *changes)
 
 
-def _reap(runs: RunRows[Any], locking: AnySelect) -> Update:
+def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:
     error = _lapse_error(runs)
     kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
     # From the lapse on, not from its discovery: a run that nobody looked at for an hour has waited long enough.
@@ -87,7 +88,7 @@ def _reap(runs: RunRows[Any], locking: AnySelect) -> Update:
         runs.error: error,
         runs.failures: remember(runs, error),
     }
-    return runs.update(locking, changes).returning(*runs.key, runs.status)
+    return runs.update(locking, changes, name).returning(*runs.key, runs.status)
 
 
 def _by_fate(runs: RunRows[Any], value: Callable[[StrEnum], Any]) -> ColumnElement[Any]:

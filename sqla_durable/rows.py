@@ -17,7 +17,6 @@ from sqlalchemy import (
     ColumnElement,
     Dialect,
     Integer,
-    RowMapping,
     Table,
     Update,
     and_,
@@ -52,12 +51,12 @@ def bound(name: str, type_: TypeEngine[Any]) -> BindParameter[Any]:
     return bindparam(f"durable_{name}", type_=type_)
 
 
-def limit() -> BindParameter[int]:
-    """Return the parameter ``limit``, which becomes a constant of the SQL text.
+def at_most(rows: int) -> ColumnElement[int]:
+    """Return a number of rows as a constant of the SQL text.
 
     With a limit that it does not know, a generic plan expects a tenth of the table and reads all of it.
     """
-    return bindparam("durable_limit", type_=Integer(), literal_execute=True)
+    return literal_column(str(int(rows)), Integer())
 
 
 def arguments(**values: Any) -> dict[str, Any]:
@@ -204,15 +203,17 @@ class Rows(Generic[EntityT]):
             .with_for_update(key_share=True, of=self.table, skip_locked=skip_locked)
         )
 
-    def update(self, locking: AnySelect, values: Mapping[Column[Any], Any]) -> Update:
+    def update(self, locking: AnySelect, values: Mapping[Column[Any], Any], name: str = "target") -> Update:
         """Update the rows that ``locking``, made by :meth:`lock`, selected.
 
         The assignments stand in the outer statement, where they are evaluated after the lock: in a plain conditional
         ``UPDATE`` that waited for a row that was only locked, ``clock_timestamp()`` is from before the wait. The CTE
         is materialised because a plan may otherwise run a ``LIMIT ... FOR UPDATE`` more than once and update too
         many rows. Columns with an ``onupdate`` are set to themselves, as it would fire here too.
+
+        :param name: the CTE's, where a statement has several.
         """
-        target = locking.cte("target").prefix_with("MATERIALIZED")
+        target = locking.cte(name).prefix_with("MATERIALIZED")
         pairs = zip(self.key, self.key_names, strict=True)
         return (
             update(self.table)
@@ -236,7 +237,7 @@ class Rows(Generic[EntityT]):
         key = self.mapper.identity_key_from_primary_key(key_of_row)
         return session.identity_map.get(key)
 
-    def show(self, instance: EntityT, row: RowMapping) -> None:
+    def show(self, instance: EntityT, row: Mapping[Any, Any]) -> None:
         """Make a loaded object, in a session or detached, show what a row returned; without a statement."""
         for column in self.table.columns:
             if column in row and column in self._attributes:

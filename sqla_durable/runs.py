@@ -14,6 +14,7 @@ from sqla_durable.codec import Codec, codec_for
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
+from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import Receipt, ReceiptMixin
@@ -321,8 +322,25 @@ class _Sessions:
         session = self._step_class(**self._factory.kw)
         return session.as_step(session)
 
+    def gate(self) -> Gate:
+        return _Gate()
+
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
+
+
+class _Gate:
+    """A lock that one thread acquires and another releases, which is the fastest there is for this."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        self._lock.acquire()
+
+    def open(self) -> None:
+        self._lock.release()
 
 
 def _refuse_coroutine(fn: Callable[..., Any]) -> None:

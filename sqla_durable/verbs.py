@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, partial
 from os import getpid
 from socket import gethostname
 from typing import Any, Generic, cast
 from uuid import uuid4
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Column, Connection, select
 from sqlalchemy.orm import Session, with_polymorphic
 
 from sqla_durable import claim, fence, reap, receipt
@@ -21,13 +23,18 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
+from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
+from sqla_durable.loading import Loading
+from sqla_durable.prepared import Loader, Prepared
 from sqla_durable.receipt import Receipt, receipt_of
 from sqla_durable.rows import AnyRow, Ident, among, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
 from sqla_durable.step import Steps
 from sqla_durable.store import Store
+
+_LIMITS = 64
 
 
 class Verbs(Generic[RunT]):
@@ -43,7 +50,9 @@ class Verbs(Generic[RunT]):
         self.store: Store[RunT] = Store(sessions, run, receipt)
         self.runs = self.store.runs
         self.steps = Steps(self.store)
+        self.landings = Landings(self.store)
         self.heartbeat = Heartbeat(self.store)
+        self._claims: dict[int, Prepared] = {}
         self._owner = owner
         self._chance = uuid4().hex[:8]
 
@@ -69,13 +78,21 @@ class Verbs(Generic[RunT]):
     def claim_due(self, limit: int) -> list[Holder[RunT]]:
         """See :meth:`.Runs.claim_due`."""
         _check_limit(limit)
+        if not self._loading.plain:
 
-        def work(session: Session, connection: Connection) -> list[Holder[RunT]]:
-            connection.execute(self._reap, arguments(limit=limit))
-            rows = connection.execute(self._claim_due, arguments(owner=self.owner, limit=limit)).all()
-            return self._holders(session, connection, [self._lease(row) for row in rows])
+            def work(session: Session, connection: Connection) -> list[Holder[RunT]]:
+                claimed = self._claim_rows(connection, limit)
+                return self._holders(session, connection, [self._lease_of(values) for values in claimed])
 
-        return self.store.execute(work)
+            return self.store.execute(work)
+        claimed = self.store.single(lambda connection: self._claim_rows(connection, limit))
+        leases = [self._lease_of(values) for values in claimed]
+        again = [lease.identity for lease in leases if _has_receipts(lease)]
+        known = self.store.single(lambda connection: self._known(connection, again)) if again else {}
+        return _batch(
+            self._holder(lease, partial(self._loading.instance, values), known, values[self.runs.cancel_requested_at])
+            for lease, values in zip(leases, claimed, strict=True)
+        )
 
     def hold(self, lease: Lease) -> Holder[RunT]:
         """See :meth:`.Runs.hold`."""
@@ -147,8 +164,8 @@ class Verbs(Generic[RunT]):
     def reap(self, limit: int) -> int:
         """See :meth:`.Runs.reap`."""
         _check_limit(limit)
-        parameters = arguments(limit=limit)
-        return self.store.execute(lambda _, connection: len(connection.execute(self._reap, parameters).all()))
+        statement = reap.reap(self.runs, limit)
+        return self.store.execute(lambda _, connection: len(connection.execute(statement).all()))
 
     def requeue(self, ident: object) -> bool:
         """See :meth:`.Runs.requeue`."""
@@ -238,30 +255,57 @@ class Verbs(Generic[RunT]):
             raise RunNotFound(f"there is no {self.runs.entity.__name__} with the key {identity!r}.")
         return row
 
+    def _claim_rows(self, connection: Connection, limit: int) -> list[Mapping[Column[Any], Any]]:
+        """Claim what is due, and what was reaped on the way and is due again."""
+        claimed: list[Mapping[Column[Any], Any]] = []
+        while True:
+            statement = self._claim_due(limit - len(claimed))
+            rows, description = statement.rows(connection, arguments(owner=self.owner))
+            if rows[0][self._fence_at] is not None:
+                claimed += [self._loader.load(row[1:], description[1:]) for row in rows]
+            if not rows[0][0] or len(claimed) == limit:
+                return claimed
+
     def _lease(self, row: AnyRow) -> Lease:
         *key, number, attempt = row
         return self.store.lease(tuple(key), number, attempt, self.owner)
+
+    def _lease_of(self, values: Mapping[Column[Any], Any]) -> Lease:
+        identity = tuple(values[column] for column in self.runs.key)
+        return self.store.lease(identity, values[self.runs.fence], values[self.runs.attempts], self.owner)
 
     def _holders(
         self, session: Session, connection: Connection, leases: Sequence[Lease], *, claimed: bool = True
     ) -> list[Holder[RunT]]:
         loaded = self._load(session, [lease.identity for lease in leases])
-        # A run that was claimed for the first time just now has no receipts to read.
-        again = [lease.identity for lease in leases if not claimed or lease.fence > 1]
-        known: dict[Ident, list[Receipt]] = {lease.identity: [] for lease in leases}
-        for identity, recorded in self._receipts_of(connection, again):
-            known[identity].append(recorded)
-        holders: list[Holder[RunT]] = []
+        known = self._known(connection, [lease.identity for lease in leases if not claimed or _has_receipts(lease)])
         for lease in leases:
             if lease.identity not in loaded:
                 raise UsageError(
                     f"{self.runs.entity.__name__} {lease.identity!r} is hidden from the session, by loader criteria "
                     "for one; a run that is claimed must be visible. The claim was undone."
                 )
-            holders.append(Holder(self.steps, lease, loaded[lease.identity], known[lease.identity]))
-        for holder in holders:
-            holder.batch = tuple(holders)
-        return holders
+        return _batch(
+            self._holder(lease, loaded[lease.identity], known, loaded[lease.identity].cancel_requested_at)
+            for lease in leases
+        )
+
+    def _holder(
+        self,
+        lease: Lease,
+        row: RunT | Callable[[], RunT],
+        known: Mapping[Ident, list[Receipt]],
+        cancel_requested_at: datetime | None,
+    ) -> Holder[RunT]:
+        asked = cancel_requested_at is not None
+        receipts = known.get(lease.identity, ())
+        return Holder(self.steps, self.landings, lease, row, receipts, cancel_requested=asked)
+
+    def _known(self, connection: Connection, identities: Sequence[Ident]) -> dict[Ident, list[Receipt]]:
+        known: defaultdict[Ident, list[Receipt]] = defaultdict(list)
+        for identity, recorded in self._receipts_of(connection, identities):
+            known[identity].append(recorded)
+        return known
 
     def _load(self, session: Session, identities: Sequence[Ident]) -> dict[Ident, RunT]:
         if not identities:
@@ -293,9 +337,25 @@ class Verbs(Generic[RunT]):
     def _claim_now(self) -> Any:
         return claim.claim_one(self.runs, run_now=True)
 
+    def _claim_due(self, limit: int) -> Prepared:
+        """See :func:`.claim.claim_due`; compiled once for each limit, and no more often than a worker has slots."""
+        if limit not in self._claims:
+            if len(self._claims) == _LIMITS:
+                self._claims.clear()
+            self._claims[limit] = self.store.prepare(claim.claim_due(self.runs, limit))
+        return self._claims[limit]
+
     @cached_property
-    def _claim_due(self) -> Any:
-        return claim.claim_due(self.runs)
+    def _loader(self) -> Loader:
+        return Loader(list(self.runs.table.columns), self.store.engine.dialect)
+
+    @cached_property
+    def _fence_at(self) -> int:
+        return 1 + list(self.runs.table.columns).index(self.runs.fence)
+
+    @cached_property
+    def _loading(self) -> Loading[RunT]:
+        return Loading(self.runs, self.store.sessions.plain())
 
     @cached_property
     def _heal(self) -> Any:
@@ -306,16 +366,25 @@ class Verbs(Generic[RunT]):
         return reap.heal(self.runs, skip_locked=False)
 
     @cached_property
-    def _reap(self) -> Any:
-        return reap.reap(self.runs)
-
-    @cached_property
     def _requeue(self) -> Any:
         return reap.requeue(self.runs)
 
     @cached_property
     def _guard(self) -> Any:
         return fence.guard(self.runs)
+
+
+def _has_receipts(lease: Lease) -> bool:
+    """Whether a run that was just claimed may have receipts to read; one claimed for the first time has none."""
+    return lease.fence > 1
+
+
+def _batch(holders: Iterable[Holder[RunT]]) -> list[Holder[RunT]]:
+    """Have the leases of all these runs kept alive while one of them is carried out."""
+    batch = tuple(holders)
+    for holder in batch:
+        holder.batch = batch
+    return list(batch)
 
 
 def _check_limit(limit: int) -> None:

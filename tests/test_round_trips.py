@@ -88,7 +88,7 @@ EXPECTED = {
     "landing": STATEMENT,
     "answer of an ended run": BEGIN + 4 * STATEMENT + COMMIT,
     "execution without steps": CLAIM + STATEMENT,
-    "batch of three": CLAIM,
+    "batch of three": STATEMENT,
     "reaping": BEGIN + STATEMENT + COMMIT,
 }
 

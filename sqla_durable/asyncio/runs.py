@@ -22,6 +22,7 @@ from sqla_durable.codec import Codec, codec_for
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
+from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
 from sqla_durable.machine import StatusT
@@ -297,10 +298,31 @@ class _AsyncSessions:
         session = cast(StepSession, facade.sync_session)
         return session.as_step(facade)
 
+    def gate(self) -> Gate:
+        return _Gate()
+
     def run_in_thread(self, work: Callable[[], None]) -> None:
         # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(greenlet_spawn(work))
+
+
+class _Gate:
+    """A future of the loop that the waiting task runs in."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+
+    def wait(self) -> None:
+        await_only(self._opened)
+
+    def open(self) -> None:
+        self._loop.call_soon_threadsafe(self._open)
+
+    def _open(self) -> None:
+        if not self._opened.done():
+            self._opened.set_result(None)
 
 
 async def _as_coroutine(awaitable: Awaitable[ResultT]) -> ResultT:

@@ -1,0 +1,143 @@
+"""Landing runs as done, in groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import Column, Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from sqla_durable import fence
+from sqla_durable.exc import DatabaseUnavailable, DurableError
+from sqla_durable.ground import Gate
+from sqla_durable.lease import Lease
+from sqla_durable.prepared import Loader, Prepared
+from sqla_durable.rows import arguments
+from sqla_durable.store import Store
+
+Landed = Mapping[Column[Any], Any]
+
+
+class _Landing:
+    """One holder's wish to land its run."""
+
+    __slots__ = ("answer", "gate", "leads", "lease")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.gate: Gate | None = None
+        self.leads = False
+        self.answer: Landed | DatabaseUnavailable | None = None
+
+
+class Landings:
+    """Lands the runs that finish while a landing statement is under way together, with the next one.
+
+    Whoever comes first leads: it writes its own landing and all that wait by then, and hands the lead to the first that
+    came meanwhile. So nothing waits for a group to fill, and no thread or task is needed for it.
+
+    :param store: whose runs these are.
+    """
+
+    def __init__(self, store: Store[Any]) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._waiting: list[_Landing] = []
+        self._led = False
+
+    def land(self, lease: Lease) -> Landed | None:
+        """Land a run as done if its fence is still the holder's and nobody has asked for it to be cancelled.
+
+        :return: what the run's columns are now; None where the row was not such a one, or is locked, or the database
+         refused the group: then the run is landed by a statement of its own, which waits, and says why it may not be.
+        :raises DatabaseUnavailable: where it is not known whether the run has landed.
+        """
+        mine = _Landing(lease)
+        with self._lock:
+            self._waiting.append(mine)
+            if self._led:
+                mine.gate = self._store.sessions.gate()
+            else:
+                mine.leads = self._led = True
+        if mine.gate is not None:
+            self._wait(mine, mine.gate)
+        if mine.leads:
+            self._lead()
+        if isinstance(mine.answer, DatabaseUnavailable):
+            raise mine.answer
+        return mine.answer
+
+    def _wait(self, mine: _Landing, gate: Gate) -> None:
+        try:
+            gate.wait()
+        except BaseException:
+            # Interrupted: the lead that it was just handed must not end with it, or nobody would land any more.
+            with self._lock:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+            if mine.leads:
+                self._hand_over()
+            raise
+
+    def _lead(self) -> None:
+        with self._lock:
+            group, self._waiting = self._waiting, []
+        try:
+            self._write(group)
+        finally:
+            self._hand_over()
+            for landing in group:
+                if landing.gate is not None and not landing.leads:
+                    landing.gate.open()
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            following = self._waiting[0] if self._waiting else None
+            if following is None:
+                self._led = False
+                return
+            following.leads = True
+        if following.gate is not None:
+            following.gate.open()
+
+    def _write(self, group: Sequence[_Landing]) -> None:
+        try:
+            landed = self._store.single(lambda connection: self._land(connection, [each.lease for each in group]))
+        except DatabaseUnavailable as unavailable:
+            for landing in group:
+                landing.answer = unavailable
+        except (DurableError, SQLAlchemyError):
+            return  # each is landed, or refused, on its own
+        else:
+            for landing in group:
+                landing.answer = landed.get(landing.lease.identity)
+
+    def _land(self, connection: Connection, leases: Sequence[Lease]) -> dict[Any, Landed]:
+        if len(leases) == 1:
+            statement, parameters = self._one, self._store.parameters(leases[0])
+        else:
+            statement, parameters = self._many, self._parameters(leases)
+        rows, description = statement.rows(connection, parameters)
+        runs = self._store.runs
+        loaded = [self._loader.load(row, description) for row in rows]
+        return {tuple(values[column] for column in runs.key): values for values in loaded}
+
+    def _parameters(self, leases: Sequence[Lease]) -> dict[str, Any]:
+        each = [self._store.parameters(lease) for lease in leases]
+        names = arguments(**dict.fromkeys((*self._store.runs.key_names, "fence")))
+        return {name: [parameters[name] for parameters in each] for name in names}
+
+    @cached_property
+    def _one(self) -> Prepared:
+        return self._store.prepare(fence.land_done(self._store.runs))
+
+    @cached_property
+    def _many(self) -> Prepared:
+        return self._store.prepare(fence.land_all_done(self._store.runs))
+
+    @cached_property
+    def _loader(self) -> Loader:
+        return Loader(fence.landed(self._store.runs), self._store.engine.dialect)
