@@ -4,6 +4,7 @@ The asyncio twin of :class:`Runs` is :class:`sqla_durable.asyncio.AsyncRuns`; it
 needs greenlet.
 """
 
+from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
     ConfigurationError,
@@ -33,6 +34,7 @@ from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Run, Runs
 from sqla_durable.status import StatusMachine
+from sqla_durable.worker import Worker
 
 __all__ = [
     "Cancelled",
@@ -68,4 +70,6 @@ __all__ = [
     "TransactionEnded",
     "UndeclaredTransition",
     "UsageError",
+    "Work",
+    "Worker",
 ]

@@ -73,7 +73,7 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
             raise
         if holder.lost is not None:
             return _ended(holder, interruption)
-        _let_go(holder)
+        let_go(holder)
         raise
 
 
@@ -133,7 +133,7 @@ def _back_off(holder: Holder[Any], failure: Failure | None) -> None:
         holder.release(failure)
 
 
-def _let_go(holder: Holder[Any]) -> None:
+def let_go(holder: Holder[Any]) -> None:
     """Release an interrupted run if that can be done; otherwise its lease runs out."""
     if holder.ended or not holder.store.runs.lifecycle.releases:
         return

@@ -49,6 +49,10 @@ class Sessions(Protocol):
         """Return a gate for what calls this to wait at."""
         ...
 
+    def notified(self, driver: Any, seconds: float) -> list[str]:
+        """Wait so long, on a driver's connection, for notifications; return their payloads as soon as there are any."""
+        ...
+
     def run_in_thread(self, work: Callable[[], None]) -> None:
         """Run ``work``, which uses connections, in the thread that calls this."""
         ...

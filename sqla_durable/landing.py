@@ -120,9 +120,8 @@ class Landings:
             statement, parameters = self._one, self._store.parameters(leases[0])
         else:
             statement, parameters = self._many, self._parameters(leases)
-        rows, description = statement.rows(connection, parameters)
         runs = self._store.runs
-        loaded = [self._loader.load(row, description) for row in rows]
+        loaded = [self._loader.load(row, statement.types) for row in statement.rows(connection, parameters)]
         return {tuple(values[column] for column in runs.key): values for values in loaded}
 
     def _parameters(self, leases: Sequence[Lease]) -> dict[str, Any]:

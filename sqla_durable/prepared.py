@@ -29,7 +29,10 @@ class Prepared:
     :param columns: the names of what it returns.
     """
 
-    __slots__ = ("_dialect", "_fixed", "_row", "_sql")
+    __slots__ = ("_dialect", "_fixed", "_row", "_sql", "types")
+
+    types: Sequence[Any]
+    """What the driver called the types of what was returned, once something was."""
 
     def __init__(self, statement: Executable, engine: Engine, *columns: str) -> None:
         translate = engine.get_execution_options().get("schema_translate_map")
@@ -50,30 +53,37 @@ class Prepared:
             else:
                 self._fixed[placeholder] = bind.value
         self._row = cast(Any, _row_class(columns))
+        self.types = ()
 
     def first(self, connection: Connection, parameters: dict[str, Any]) -> AnyRow | None:
         """Execute with ``parameters`` beside the values the statement already holds; return the row, if any."""
-        rows, _ = self.rows(connection, parameters)
+        rows = self.rows(connection, parameters)
         return self._row(*rows[0]) if rows else None
 
-    def rows(self, connection: Connection, parameters: dict[str, Any]) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
-        """Execute with ``parameters``; return all rows as the driver gives them, and the cursor's description."""
+    def rows(self, connection: Connection, parameters: dict[str, Any]) -> Sequence[Sequence[Any]]:
+        """Execute with ``parameters`` likewise; return all rows as the driver gives them."""
         values = {**self._fixed, **parameters}
         if _observed(connection):
             result: Any = connection.exec_driver_sql(self._sql, values)
-            description = result.cursor.description
-            return result.all(), description
+            self._note_types(result.cursor)
+            return cast("Sequence[Sequence[Any]]", result.all())
         return self._execute(connection, values)
 
-    def _execute(self, connection: Connection, values: dict[str, Any]) -> tuple[Sequence[Sequence[Any]], Sequence[Any]]:
+    def _execute(self, connection: Connection, values: dict[str, Any]) -> Sequence[Sequence[Any]]:
         cursor = connection.connection.cursor()
         try:
             cursor.execute(self._sql, values)
-            return cursor.fetchall(), cast("Sequence[Any]", cursor.description)
+            self._note_types(cursor)
+            return cursor.fetchall()
         except self._dialect.loaded_dbapi.Error as error:
             raise self._wrapped(connection, error, values, cursor) from error
         finally:
             cursor.close()
+
+    def _note_types(self, cursor: Any) -> None:
+        if not self.types:
+            # Once only: the driver makes the description anew each time, at the cost of a small statement.
+            self.types = [column[1] for column in cursor.description]
 
     def _wrapped(self, connection: Connection, error: Any, values: dict[str, Any], cursor: Any) -> Any:
         """Return what SQLAlchemy raises for a driver's error."""
@@ -104,22 +114,22 @@ class Loader:
         self._dialect = dialect
         self._processors: list[tuple[int, Callable[[Any], Any]]] | None = None
 
-    def load(self, row: Sequence[Any], description: Sequence[Any]) -> dict[Column[Any], Any]:
+    def load(self, row: Sequence[Any], types: Sequence[Any]) -> dict[Column[Any], Any]:
         """Return the values of ``row`` by column.
 
-        :param description: that of the cursor it came from, which names the types that the server returned.
+        :param types: the :attr:`.Prepared.types` of the statement that returned it.
         """
         if self._processors is None:
-            self._processors = list(self._needed(description))
+            self._processors = list(self._needed(types))
         values = list(row)
         for position, process in self._processors:
             values[position] = process(values[position])
         return dict(zip(self._columns, values, strict=False))
 
-    def _needed(self, description: Sequence[Any]) -> Iterator[tuple[int, Callable[[Any], Any]]]:
+    def _needed(self, types: Sequence[Any]) -> Iterator[tuple[int, Callable[[Any], Any]]]:
         for position, column in enumerate(self._columns):
             type_ = column.type.dialect_impl(self._dialect)
-            process = type_.result_processor(self._dialect, description[position][1])
+            process = type_.result_processor(self._dialect, types[position])
             if process is not None:
                 yield position, process
 

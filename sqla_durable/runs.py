@@ -11,6 +11,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable.codec import Codec, codec_for
+from sqla_durable.dispatch import Work
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -238,6 +239,18 @@ class Runs(Generic[RunT]):
 
         return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
 
+    def handled_by(self, handler: Callable[[Run[RunT]], object]) -> Work:
+        """Return these runs together with the handler that carries them out, for a :class:`.Worker`.
+
+        :param handler: as for :meth:`execute`; called in several threads at a time.
+        """
+        _refuse_coroutine(handler)
+
+        def carry_out(holder: Holder[RunT]) -> None:
+            _plain(handler(Run(holder)), handler)
+
+        return Work(self._verbs, lambda holder: self._verbs.execute(holder, carry_out, run_now=False, at_once=True))
+
     def _handle(self, target: object) -> Run[RunT] | None:
         refuse_other_form(target, Run)
         return cast(Run[RunT], target) if isinstance(target, Run) else None
@@ -324,6 +337,9 @@ class _Sessions:
 
     def gate(self) -> Gate:
         return _Gate()
+
+    def notified(self, driver: Any, seconds: float) -> list[str]:
+        return [notification.payload for notification in driver.notifies(timeout=seconds, stop_after=1)]
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -85,14 +86,18 @@ class Verbs(Generic[RunT]):
                 return self._holders(session, connection, [self._lease_of(values) for values in claimed])
 
             return self.store.execute(work)
+        sent = time.monotonic()
         claimed = self.store.single(lambda connection: self._claim_rows(connection, limit))
         leases = [self._lease_of(values) for values in claimed]
         again = [lease.identity for lease in leases if _has_receipts(lease)]
         known = self.store.single(lambda connection: self._known(connection, again)) if again else {}
-        return _batch(
+        holders = _batch(
             self._holder(lease, partial(self._loading.instance, values), known, values[self.runs.cancel_requested_at])
             for lease, values in zip(leases, claimed, strict=True)
         )
+        for holder in holders:
+            holder.claimed_at = sent
+        return holders
 
     def hold(self, lease: Lease) -> Holder[RunT]:
         """See :meth:`.Runs.hold`."""
@@ -110,16 +115,24 @@ class Verbs(Generic[RunT]):
         target: object,
         handler: Callable[[Holder[RunT]], object],
         *,
-        run_now: bool,
+        run_now: bool = False,
+        at_once: bool = False,
         on_lost: Callable[[], None] | None = None,
     ) -> Outcome:
-        """See :meth:`.Runs.execute`; the target is a holder, or what :meth:`claim` takes."""
+        """See :meth:`.Runs.execute`; the target is a holder, or what :meth:`claim` takes.
+
+        :param at_once: whether a holder was claimed for this very call, and is fenced again only where that is no
+         longer a matter of the same moment.
+        """
         if isinstance(target, Holder):
             holder = cast(Holder[RunT], target)
             holder.refuse_ended()
 
             def begin() -> None:
-                holder.renew()
+                if at_once and holder.was_just_claimed():
+                    holder.refuse_lost()
+                else:
+                    holder.renew()
                 handler(holder)
 
         else:
@@ -260,9 +273,9 @@ class Verbs(Generic[RunT]):
         claimed: list[Mapping[Column[Any], Any]] = []
         while True:
             statement = self._claim_due(limit - len(claimed))
-            rows, description = statement.rows(connection, arguments(owner=self.owner))
+            rows = statement.rows(connection, arguments(owner=self.owner))
             if rows[0][self._fence_at] is not None:
-                claimed += [self._loader.load(row[1:], description[1:]) for row in rows]
+                claimed += [self._loader.load(row[1:], statement.types[1:]) for row in rows]
             if not rows[0][0] or len(claimed) == limit:
                 return claimed
 

@@ -11,5 +11,6 @@ except ImportError as missing:
     raise ImportError('sqla_durable.asyncio needs greenlet: pip install "sqla_durable[asyncio]"') from missing
 
 from sqla_durable.asyncio.runs import AsyncRun, AsyncRuns, transition
+from sqla_durable.asyncio.worker import AsyncWorker
 
-__all__ = ["AsyncRun", "AsyncRuns", "transition"]
+__all__ = ["AsyncRun", "AsyncRuns", "AsyncWorker", "transition"]

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from sqla_durable.codec import Codec, codec_for
+from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -169,6 +170,11 @@ class AsyncRuns(Generic[RunT]):
         When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
         :class:`asyncio.CancelledError` at its next ``await``.
         """
+        return await self._execute(target, handler, run_now=run_now)
+
+    async def _execute(
+        self, target: object, handler: Callable[[AsyncRun[RunT]], Awaitable[object]], **options: bool
+    ) -> Outcome:
         watch = _Watch()
         known = self._handle(target)
 
@@ -177,15 +183,21 @@ class AsyncRuns(Generic[RunT]):
             _wait_for(watch.guard(_awaitable(handler(run), handler)), handler)
             run.refuse_unawaited()
 
-        outcome = await greenlet_spawn(
-            self._verbs.execute,
-            target if known is None else known.holder,
-            carry_out,
-            run_now=run_now,
-            on_lost=watch.cancel,
-        )
+        held = target if known is None else known.holder
+        outcome = await greenlet_spawn(self._verbs.execute, held, carry_out, on_lost=watch.cancel, **options)
         watch.pass_on()
         return outcome
+
+    def handled_by(self, handler: Callable[[AsyncRun[RunT]], Awaitable[object]]) -> AsyncWork:
+        """Return these runs together with the handler that carries them out, for an :class:`.AsyncWorker`.
+
+        :param handler: as for :meth:`execute`.
+        """
+
+        def carry_out(holder: Holder[RunT]) -> Coroutine[Any, Any, Outcome]:
+            return self._execute(AsyncRun(holder), handler, at_once=True)
+
+        return AsyncWork(self._verbs, carry_out)
 
     def _handle(self, target: object) -> AsyncRun[RunT] | None:
         refuse_other_form(target, AsyncRun)
@@ -300,6 +312,13 @@ class _AsyncSessions:
 
     def gate(self) -> Gate:
         return _Gate()
+
+    def notified(self, driver: Any, seconds: float) -> list[str]:
+        async def heard() -> list[str]:
+            notifications = driver.notifies(timeout=seconds, stop_after=1)
+            return [notification.payload async for notification in notifications]
+
+        return await_only(heard())
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.

@@ -1,0 +1,147 @@
+"""The worker over asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Coroutine, Generator, Iterable
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, cast
+
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from sqla_durable.dispatch import AsyncWork, Dispatcher, Ended, Serving, Wake, Work, log, report
+from sqla_durable.execution import Ending, Outcome
+from sqla_durable.holder import Holder
+from sqla_durable.listening import listening
+from sqla_durable.worker import RELEASING, SIGNALS
+
+
+class AsyncWorker(Serving):
+    """Carries out due runs of any number of classes, several at a time, in tasks. See :class:`.Worker`.
+
+    ::
+
+        worker = AsyncWorker(plans.handled_by(carry_out), concurrency=100)
+        asyncio.run(worker.run())
+
+    :param works: what :meth:`.AsyncRuns.handled_by` returns; they take turns to be claimed first.
+    :param concurrency: how many runs are carried out at a time.
+    :param poll: how long to wait until the next look where nothing was due; each time a quarter more or less.
+    :param listen: whether to be woken by notifications.
+    :param grace: for how long a worker that was told to stop lets runs under way finish.
+    :raises ConfigurationError: for something that is not a work, or a value out of its range.
+    """
+
+    _kind = AsyncWork
+
+    async def run(self) -> None:
+        """Work until told to stop, then drain. See :meth:`.Worker.run`.
+
+        What is left after the grace time is cancelled, and so released. A cancellation of this call does the same at
+        once.
+        """
+        slots = _Tasks()
+        with self._serving(slots) as dispatcher, _signals(self):
+            self._log_start()
+            await self._dispatching(slots, dispatcher)
+            log.info("stopped")
+
+    async def run_due(self, budget: timedelta) -> Counter[Ending]:
+        """Carry out what is due, until nothing is or the time is up. See :meth:`.Worker.run_due`."""
+        self._check(budget=budget)
+        slots = _Tasks()
+        with self._serving(slots) as dispatcher:
+            await slots.beside(greenlet_spawn(dispatcher.run, until=time.monotonic() + budget.total_seconds()))
+            return dispatcher.endings
+
+    async def _dispatching(self, slots: _Tasks, dispatcher: Dispatcher) -> None:
+        with listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE)):
+            await slots.beside(greenlet_spawn(dispatcher.run))
+
+
+class _Tasks:
+    """A task for each run."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+        self._why: set[Wake] = set()
+        self._tasks: dict[Holder[Any], asyncio.Task[None]] = {}
+
+    async def beside(self, dispatching: Coroutine[Any, Any, None]) -> None:
+        """Await the dispatcher; where that is interrupted, cancel what it has started, and wait for the releases."""
+        try:
+            await dispatching
+        finally:
+            await self._cancel(self._tasks.values())
+
+    def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+        task = self._loop.create_task(self._carry_out(work, holder, ended))
+        self._tasks[holder] = task
+        task.add_done_callback(lambda _: self._tasks.pop(holder, None))
+
+    def wait(self, seconds: float | None) -> Wake | None:
+        with suppress(TimeoutError):
+            await_only(asyncio.wait_for(self._woken.wait(), seconds))
+        self._woken.clear()
+        why, self._why = self._why, set()
+        return Wake.DUE if Wake.DUE in why else next(iter(why), None)
+
+    def wake(self, why: Wake) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            self._loop.call_soon_threadsafe(self._wake, why)
+
+    def release(self, holders: Iterable[Holder[Any]]) -> None:
+        await_only(self._cancel([self._tasks[holder] for holder in holders if holder in self._tasks]))
+
+    def _wake(self, why: Wake) -> None:
+        self._why.add(why)
+        self._woken.set()
+
+    async def _cancel(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        cancelled = list(tasks)
+        for task in cancelled:
+            task.cancel()
+        if cancelled:
+            await asyncio.wait(cancelled, timeout=RELEASING)
+
+    async def _carry_out(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+        outcome: Outcome | None = None
+        try:
+            outcome = await cast(Coroutine[Any, Any, Outcome], work.execute(holder))
+            report(work, holder, outcome)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # noqa: BLE001 - one failing run never stops the others
+            log.exception("%r of %r was interrupted", holder.lease, work)
+        finally:
+            ended(holder, outcome)
+
+
+@contextmanager
+def _signals(worker: AsyncWorker) -> Generator[None, None, None]:
+    loop = asyncio.get_running_loop()
+    handled: list[signal.Signals] = []
+
+    def restore() -> None:
+        while handled:
+            loop.remove_signal_handler(handled.pop())
+
+    def drain() -> None:
+        restore()
+        worker.stop()
+
+    if threading.current_thread() is threading.main_thread():
+        with suppress(NotImplementedError):  # a loop of Windows
+            for number in SIGNALS:
+                loop.add_signal_handler(number, drain)
+                handled.append(number)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,278 @@
+"""What a worker does, once for both forms: claims what is due as slots become free, and drains when told to."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum, auto
+from typing import Any, ClassVar, Protocol
+
+from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
+from sqla_durable.execution import Ending, Outcome
+from sqla_durable.holder import Holder
+from sqla_durable.retry import Retry, require_durations
+from sqla_durable.verbs import Verbs
+
+log = logging.getLogger("sqla_durable.worker")
+
+OUTAGES = Retry(max_attempts=None, backoff=timedelta(seconds=0.1), cap=timedelta(seconds=5), jitter=0.5)
+_SPREAD = 0.25
+_EXACT_BATCHES = 10
+
+
+class Wake(Enum):
+    """Why a dispatcher that waits is woken."""
+
+    FREED = auto()
+    """A slot has become free."""
+    DUE = auto()
+    """Something may be due, or the worker is to stop."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The runs of one class together with the handler that carries them out; made by ``handled_by()``.
+
+    :param verbs: the runs.
+    :param execute: carries out a claimed run of theirs; a coroutine function in the asyncio form.
+    """
+
+    verbs: Verbs[Any]
+    execute: Callable[[Holder[Any]], Any]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {self.verbs.runs.entity.__name__}>"
+
+
+class AsyncWork(Work):
+    """The same in the asyncio form."""
+
+
+Ended = Callable[[Holder[Any], Outcome | None], None]
+"""Called when a run is not being carried out any more; without an outcome where its handler was interrupted."""
+
+
+class Slots(Protocol):
+    """Where claimed runs are carried out, threads or tasks, and how the dispatcher waits for them."""
+
+    def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+        """Carry the run out beside the dispatcher, and call ``ended``."""
+        ...
+
+    def wait(self, seconds: float | None) -> Wake | None:
+        """Wait until woken, or for so long; return why, or None."""
+        ...
+
+    def wake(self, why: Wake) -> None:
+        """Wake the dispatcher; may be called from any thread and from a signal handler."""
+        ...
+
+    def release(self, holders: Iterable[Holder[Any]]) -> None:
+        """Have runs released that are still being carried out; whatever cannot be is left to its lease."""
+        ...
+
+
+class Dispatcher:
+    """Claims due runs and hands them to slots, in batches no larger than the number of free ones.
+
+    :param works: what to claim, and how to carry it out; they take turns to be first.
+    :param slots: where runs are carried out.
+    :param concurrency: how many at a time.
+    :param poll: how long to wait until the next look where nothing was due, give or take a quarter.
+    :param grace: how long a drain lets runs under way finish; what is left then is released.
+    """
+
+    def __init__(
+        self, works: Iterable[Work], slots: Slots, concurrency: int, poll: timedelta, grace: timedelta
+    ) -> None:
+        self._works = deque(works)
+        self._slots = slots
+        self._concurrency = concurrency
+        self._poll = poll.total_seconds()
+        self._grace = grace.total_seconds()
+        self._lock = threading.Lock()
+        self._active: set[Holder[Any]] = set()
+        self._draining = False
+        self.endings: Counter[Ending] = Counter()
+
+    def stop(self) -> None:
+        """Claim nothing more from now on; callable from any thread and from a signal handler."""
+        self._draining = True
+        self._slots.wake(Wake.DUE)
+
+    def run(self, *, until: float | None = None) -> None:
+        """Claim and carry out until told to stop; then let what is under way finish, or release it.
+
+        :param until: an instant of :func:`time.monotonic` at which to leave, or before it as soon as nothing is due or
+         under way; by default never.
+        """
+        outages = 0
+        try:
+            while not self._over(until):
+                try:
+                    more = self._fill()
+                    outages = 0
+                except RetryableError as error:
+                    outages += 1
+                    log.warning("claiming waits for the database: %s", error)
+                    self._wait(seconds(OUTAGES, outages), until, for_slot=False)
+                    continue
+                if more:
+                    if not self._free:
+                        self._wait(None, until, for_slot=True)
+                elif until is None:
+                    self._wait(self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD), None, for_slot=False)  # noqa: S311 - a spread, no secret
+                elif self._active:
+                    self._wait(None, until, for_slot=True)
+                else:
+                    return
+        finally:
+            self._drain(self._grace if until is None else until - time.monotonic())
+
+    def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> None:
+        ending = Ending.INTERRUPTED if outcome is None else outcome.ending
+        with self._lock:
+            self._active.discard(holder)
+            self.endings[ending] += 1
+        # A run that went back to ready may be due at once, by the backoff of its lifecycle.
+        self._slots.wake(Wake.DUE if ending is Ending.INTERRUPTED else Wake.FREED)
+
+    @property
+    def _free(self) -> int:
+        return self._concurrency - len(self._active)
+
+    def _over(self, until: float | None) -> bool:
+        return self._draining or (until is not None and time.monotonic() >= until)
+
+    def _fill(self) -> bool:
+        """Claim for the free slots; return whether more may be due than there were slots for."""
+        more = False
+        self._works.rotate(-1)
+        for work in self._works:
+            free = self._free
+            if not free or self._draining:
+                return True
+            # In tens where there are many, so that there are few different statements to prepare.
+            limit = free if free <= _EXACT_BATCHES else free - free % _EXACT_BATCHES
+            claimed = work.verbs.claim_due(limit)
+            for holder in claimed:
+                with self._lock:
+                    self._active.add(holder)
+                self._slots.start(work, holder, self._ended)
+            more = more or len(claimed) == limit
+        return more
+
+    def _wait(self, longest: float | None, until: float | None, *, for_slot: bool) -> None:
+        limits = [
+            limit for limit in (longest, None if until is None else until - time.monotonic()) if limit is not None
+        ]
+        end = time.monotonic() + min(limits) if limits else None
+        while not self._draining:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            why = self._slots.wait(left)
+            if why is None or why is Wake.DUE or for_slot:
+                return
+
+    def _drain(self, grace: float) -> None:
+        end = time.monotonic() + grace
+        if self._active:
+            log.info("draining: %d run(s) under way", len(self._active))
+        while self._active and (left := end - time.monotonic()) > 0:
+            self._slots.wait(left)
+        with self._lock:
+            left_over = list(self._active)
+        if left_over:
+            log.warning("%d run(s) did not end within the grace time and are released", len(left_over))
+            self._slots.release(left_over)
+
+
+class Serving:
+    """What both forms of a worker are made with."""
+
+    _kind: ClassVar[type[Work]]
+
+    def __init__(
+        self,
+        *works: Work,
+        concurrency: int = 10,
+        poll: timedelta = timedelta(seconds=1),
+        listen: bool = True,
+        grace: timedelta = timedelta(seconds=30),
+    ) -> None:
+        self._works = list(works)
+        self._concurrency = concurrency
+        self._poll, self._grace = poll, grace
+        self._listen = listen
+        self._dispatcher: Dispatcher | None = None
+        self._stopping = False
+        self._check(poll=poll, grace=grace)
+
+    def stop(self) -> None:
+        """Have :meth:`run` drain and return, now or as soon as it is called; may be called from any thread."""
+        self._stopping = True
+        if self._dispatcher is not None:
+            self._dispatcher.stop()
+
+    @contextmanager
+    def _serving(self, slots: Slots) -> Generator[Dispatcher, None, None]:
+        if self._dispatcher is not None:
+            raise UsageError(f"{self!r} is at work already; make another one.")
+        dispatcher = Dispatcher(self._works, slots, self._concurrency, self._poll, self._grace)
+        self._dispatcher = dispatcher
+        if self._stopping:
+            dispatcher.stop()
+        try:
+            yield dispatcher
+        finally:
+            self._dispatcher, self._stopping = None, False
+
+    def _log_start(self) -> None:
+        log.info("working on %s", ", ".join(work.verbs.runs.entity.__name__ for work in self._works))
+
+    def _check(self, **durations: timedelta) -> None:
+        """Refuse what a worker cannot work with, naming the parameter and the remedy."""
+        name = type(self).__name__
+        for work in self._works:
+            if type(work) is not self._kind:
+                raise ConfigurationError(
+                    f"{work!r} is not what {name} carries out; pass what handled_by() returns, of AsyncRuns to "
+                    "AsyncWorker and of Runs to Worker."
+                )
+        if not self._works:
+            raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")
+        require_durations(self, **durations)
+        for parameter, duration in durations.items():
+            if duration < timedelta(0):
+                raise ConfigurationError(f"{name}({parameter}={duration}): a duration cannot be negative.")
+        if self._concurrency < 1:
+            raise ConfigurationError(f"{name}(concurrency={self._concurrency}): at least 1.")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._works!r}>"
+
+
+def report(work: Work, holder: Holder[Any], outcome: Outcome) -> None:
+    """Log how a run ended."""
+    name, identity = work.verbs.runs.entity.__name__, holder.lease.identity
+    if outcome.ending is Ending.LANDED and outcome.failure is None:
+        log.debug("%s %r is %s", name, identity, outcome.status)
+    elif outcome.ending is Ending.LANDED:
+        log.error("%s %r is %s", name, identity, outcome.status, exc_info=outcome.exception)
+    else:
+        log.warning("%s %r: %s (%s)", name, identity, outcome.ending, outcome.exception or outcome.status)
+
+
+def seconds(retry: Retry, failures: int) -> float:
+    """The delay that a policy says after so many failures in a row, where no database can be asked for it."""
+    factor = retry.factor ** min(failures - 1, retry.doublings)
+    delay = min(retry.backoff.total_seconds() * factor, retry.cap.total_seconds())
+    return delay * random.uniform(1 - retry.jitter, 1 + retry.jitter)  # noqa: S311 - a spread, no secret
