@@ -25,6 +25,7 @@ log = logging.getLogger("sqla_durable.worker")
 OUTAGES = Retry(max_attempts=None, backoff=timedelta(seconds=0.1), cap=timedelta(seconds=5), jitter=0.5)
 _SPREAD = 0.25
 _EXACT_BATCHES = 10
+_MOMENT = 0.001
 
 
 class Wake(Enum):
@@ -62,6 +63,9 @@ Ended = Callable[[Holder[Any], Outcome | None], None]
 class Slots(Protocol):
     """Where claimed runs are carried out, threads or tasks, and how the dispatcher waits for them."""
 
+    claims: ClassVar[bool]
+    """Whether a slot that has become free may claim for all that are."""
+
     def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
         """Carry the run out beside the dispatcher, and call ``ended``."""
         ...
@@ -97,7 +101,10 @@ class Dispatcher:
         self._concurrency = concurrency
         self._poll = poll.total_seconds()
         self._grace = grace.total_seconds()
+        self._until: float | None = None
         self._lock = threading.Lock()
+        self._claiming = threading.Lock()
+        self._more = False
         self._active: set[Holder[Any]] = set()
         self._draining = False
         self.endings: Counter[Ending] = Counter()
@@ -113,24 +120,25 @@ class Dispatcher:
         :param until: an instant of :func:`time.monotonic` at which to leave, or before it as soon as nothing is due or
          under way; by default never.
         """
+        self._until = until
         outages = 0
         try:
-            while not self._over(until):
+            while not self._over():
                 try:
-                    more = self._fill()
+                    with self._claiming:
+                        self._fill()
                     outages = 0
                 except RetryableError as error:
                     outages += 1
                     log.warning("claiming waits for the database: %s", error)
-                    self._wait(seconds(OUTAGES, outages), until, for_slot=False)
+                    self._wait(seconds(OUTAGES, outages), for_slot=False)
                     continue
-                if more:
-                    if not self._free:
-                        self._wait(None, until, for_slot=True)
+                if self._more:
+                    self._wait_for_slots()
                 elif until is None:
-                    self._wait(self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD), None, for_slot=False)  # noqa: S311 - a spread, no secret
+                    self._wait(self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD), for_slot=False)  # noqa: S311 - a spread, no secret
                 elif self._active:
-                    self._wait(None, until, for_slot=True)
+                    self._wait(None, for_slot=True)
                 else:
                     return
         finally:
@@ -141,24 +149,51 @@ class Dispatcher:
         with self._lock:
             self._active.discard(holder)
             self.endings[ending] += 1
-        # A run that went back to ready may be due at once, by the backoff of its lifecycle.
-        self._slots.wake(Wake.DUE if ending is Ending.INTERRUPTED else Wake.FREED)
+        if ending is Ending.INTERRUPTED:
+            # It went back to ready, and may be due at once by the backoff of its lifecycle.
+            self._slots.wake(Wake.DUE)
+        elif not (self._slots.claims and self._refill()):
+            self._slots.wake(Wake.FREED)
+
+    def _refill(self) -> bool:
+        """Claim for the free slots in the thread of a slot that has become free, which saves a change of threads.
+
+        :return: whether the dispatcher's own thread need not be woken: there is more, for the next free slot to claim.
+        """
+        while self._more and self._free and not self._over():
+            if not self._claiming.acquire(blocking=False):
+                return True  # whoever claims looks again at what is free
+            try:
+                self._gather()
+                self._fill()
+            except Exception:  # noqa: BLE001 - the dispatcher meets the error itself, and knows what to do
+                self._more = False
+            finally:
+                self._claiming.release()
+        return self._more and not self._over()
+
+    def _gather(self) -> None:
+        """Wait a moment for runs that are about to end: to claim for many slots costs no more than for one."""
+        end = time.monotonic() + _MOMENT
+        while self._free < self._concurrency and time.monotonic() < end:
+            time.sleep(_MOMENT / 10)
 
     @property
     def _free(self) -> int:
         return self._concurrency - len(self._active)
 
-    def _over(self, until: float | None) -> bool:
-        return self._draining or (until is not None and time.monotonic() >= until)
+    def _over(self) -> bool:
+        return self._draining or (self._until is not None and time.monotonic() >= self._until)
 
-    def _fill(self) -> bool:
-        """Claim for the free slots; return whether more may be due than there were slots for."""
+    def _fill(self) -> None:
+        """Claim for the free slots, and note whether more may be due than there were slots for."""
         more = False
         self._works.rotate(-1)
         for work in self._works:
             free = self._free
             if not free or self._draining:
-                return True
+                more = True
+                break
             # In tens where there are many, so that there are few different statements to prepare.
             limit = free if free <= _EXACT_BATCHES else free - free % _EXACT_BATCHES
             claimed = work.verbs.claim_due(limit)
@@ -167,13 +202,24 @@ class Dispatcher:
                     self._active.add(holder)
                 self._slots.start(work, holder, self._ended)
             more = more or len(claimed) == limit
-        return more
+        self._more = more
 
-    def _wait(self, longest: float | None, until: float | None, *, for_slot: bool) -> None:
-        limits = [
-            limit for limit in (longest, None if until is None else until - time.monotonic()) if limit is not None
-        ]
-        end = time.monotonic() + min(limits) if limits else None
+    def _wait_for_slots(self) -> None:
+        """Wait for a free slot, and then a moment for those that are about to be."""
+        end = None
+        while self._more and (free := self._free) < self._concurrency and not self._over():
+            if free and end is None:
+                end = time.monotonic() + _MOMENT
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            self._wait(left, for_slot=True)
+
+    def _wait(self, longest: float | None, *, for_slot: bool) -> None:
+        ends = [] if self._until is None else [self._until]
+        if longest is not None:
+            ends.append(time.monotonic() + longest)
+        end = min(ends, default=None)
         while not self._draining:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
@@ -184,6 +230,9 @@ class Dispatcher:
 
     def _drain(self, grace: float) -> None:
         end = time.monotonic() + grace
+        # A slot may be claiming still.
+        if self._claiming.acquire(timeout=max(0.0, grace)):
+            self._claiming.release()
         if self._active:
             log.info("draining: %d run(s) under way", len(self._active))
         while self._active and (left := end - time.monotonic()) > 0:

@@ -31,7 +31,7 @@ from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import arguments
-from sqla_durable.run import RunMixin, RunT
+from sqla_durable.run import RunT
 from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
@@ -56,7 +56,7 @@ class Holder(Generic[RunT]):
     :param steps: the steps of the store that the run is in.
     :param landings: its landings.
     :param lease: what the claim handed out.
-    :param row: the user's object as it was when claimed, detached; or what makes it, on the first use.
+    :param make: returns the user's object as it was when claimed, detached; called on the first use.
     :param receipts: the receipts known at that time.
     :param cancel_requested: whether the run had been asked to be cancelled by then.
     """
@@ -66,7 +66,7 @@ class Holder(Generic[RunT]):
         steps: Steps,
         landings: Landings,
         lease: Lease,
-        row: RunT | Callable[[], RunT],
+        make: Callable[[], RunT],
         receipts: Iterable[Receipt],
         *,
         cancel_requested: bool,
@@ -75,8 +75,8 @@ class Holder(Generic[RunT]):
         self.landings = landings
         self.store: Store[RunT] = steps.store
         self.lease = lease
-        self._row: RunT | None = row if isinstance(row, RunMixin) else None
-        self._make = row
+        self._row: RunT | None = None
+        self._make = make
         self._made = threading.Lock()
         self._landed: Mapping[Any, Any] = {}
         self.receipts = {receipt.step: receipt for receipt in receipts}
@@ -97,7 +97,7 @@ class Holder(Generic[RunT]):
         """The user's object; once the run has ended, as it ended."""
         with self._made:
             if self._row is None:
-                self._row = cast("Callable[[], RunT]", self._make)()
+                self._row = self._make()
                 self.store.runs.show(self._row, self._landed)
             return self._row
 

@@ -55,12 +55,13 @@ class Verbs(Generic[RunT]):
         self.heartbeat = Heartbeat(self.store)
         self._claims: dict[int, Prepared] = {}
         self._owner = owner
+        self._host = gethostname()
         self._chance = uuid4().hex[:8]
 
     @property
     def owner(self) -> str:
         """The name that leases of this process carry."""
-        return self._owner or f"{gethostname()}:{getpid()}:{self._chance}"
+        return self._owner or f"{self._host}:{getpid()}:{self._chance}"
 
     # claiming
 
@@ -299,20 +300,20 @@ class Verbs(Generic[RunT]):
                     "for one; a run that is claimed must be visible. The claim was undone."
                 )
         return _batch(
-            self._holder(lease, loaded[lease.identity], known, loaded[lease.identity].cancel_requested_at)
-            for lease in leases
+            self._holder(lease, partial(loaded.__getitem__, lease.identity), known, row.cancel_requested_at)
+            for lease, row in ((lease, loaded[lease.identity]) for lease in leases)
         )
 
     def _holder(
         self,
         lease: Lease,
-        row: RunT | Callable[[], RunT],
+        make: Callable[[], RunT],
         known: Mapping[Ident, list[Receipt]],
         cancel_requested_at: datetime | None,
     ) -> Holder[RunT]:
         asked = cancel_requested_at is not None
         receipts = known.get(lease.identity, ())
-        return Holder(self.steps, self.landings, lease, row, receipts, cancel_requested=asked)
+        return Holder(self.steps, self.landings, lease, make, receipts, cancel_requested=asked)
 
     def _known(self, connection: Connection, identities: Sequence[Ident]) -> dict[Ident, list[Receipt]]:
         known: defaultdict[Ident, list[Receipt]] = defaultdict(list)

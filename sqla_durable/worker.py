@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from sqla_durable.dispatch import Ended, Serving, Wake, Work, log, report
 from sqla_durable.execution import Ending, let_go
@@ -78,6 +78,8 @@ class Worker(Serving):
 
 class _Threads:
     """Daemon threads that are started as they are needed; a thread pool would have the process wait for each."""
+
+    claims: ClassVar[bool] = True
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Coroutine, Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -66,6 +66,8 @@ class AsyncWorker(Serving):
 
 class _Tasks:
     """A task for each run."""
+
+    claims: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

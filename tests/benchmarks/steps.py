@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 from sqlalchemy import Engine, create_engine, insert, make_url, select, text, update
 from sqlalchemy.orm import Mapped, Session, mapped_column, sessionmaker
 
-from sqla_durable import Run, Runs, embedded
+from sqla_durable import Run, Runs
+from tests.benchmarks.server import database
 from tests.support import Base, Plan, PlanStatus, PlanStep, approved_plan
 
 BLOCKS = 24
@@ -157,14 +156,6 @@ def measure(kinds: dict[str, Callable[[], None]]) -> dict[str, float]:
                 if block > 1:
                     times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) * 1000 for name, values in times.items()}
-
-
-@contextmanager
-def database() -> Iterator[str]:
-    """The server to measure on."""
-    given = os.environ.get("DATABASE_URL")
-    with nullcontext() if given else embedded.start() as server:
-        yield given or server.url
 
 
 def prepared(engine: Engine) -> tuple[Rival, Steps]:
