@@ -45,6 +45,10 @@ class Sessions(Protocol):
         """Return the same, as a :class:`.StepSession`."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Wait for so long."""
+        ...
+
     def gate(self) -> Gate:
         """Return a gate for what calls this to wait at."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -334,6 +335,9 @@ class _Sessions:
     def step(self) -> StepSession:
         session = self._step_class(**self._factory.kw)
         return session.as_step(session)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def gate(self) -> Gate:
         return _Gate()

@@ -5,8 +5,10 @@ The codes are those of `PostgreSQL Error Codes <https://www.postgresql.org/docs/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Final, TypeVar, cast
 
 from psycopg import Error
@@ -18,7 +20,8 @@ from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, T
 ValueT = TypeVar("ValueT")
 
 CONFLICT_RETRIES: Final = 10
-OUTAGE_RETRIES: Final = 3
+_PAUSE = 0.02
+_LONGEST_PAUSE = 0.5
 SERIALIZATION_FAILURE = "40001"
 DEADLOCK = "40P01"
 FAILED_TRANSACTION = "25P02"
@@ -98,16 +101,23 @@ def translate(error: BaseException) -> RetryableError | None:
     return None
 
 
-def retry_outages(write: Callable[[], ValueT]) -> ValueT:
-    """Make a write that may be repeated again where the database was not available; a bounded number of times.
+def retry_outages(write: Callable[[], ValueT], sleep: Callable[[float], None], patience: timedelta) -> ValueT:
+    """Make a write that may be repeated again where the database was not available.
 
-    An external step may take long enough for every pooled connection to die; its result must not be lost to that.
+    An external step may take long enough for every pooled connection to die, or end while the server restarts; its
+    result must not be lost to that.
+
+    :param sleep: waits for so many seconds.
+    :param patience: for how long, at the least, to try it again.
     """
-    for _ in range(OUTAGE_RETRIES):
+    end = time.monotonic() + patience.total_seconds()
+    pause = 0.0
+    while time.monotonic() < end:
         try:
             return write()
         except DatabaseUnavailable:
-            continue
+            sleep(pause)
+            pause = min(2 * pause + _PAUSE, _LONGEST_PAUSE)
     return write()
 
 

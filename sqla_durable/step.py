@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +43,7 @@ from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
 
 ValueT = TypeVar("ValueT")
+_PATIENCE = timedelta(seconds=5)
 _OPENED = "cancel_requested", "renew_at", "opened", "idle_limit"
 
 
@@ -159,7 +160,11 @@ class Steps:
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
-        row = retry_outages(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
+        row = retry_outages(
+            lambda: self.store.write(lease, lambda connection: self._record(connection, values)),
+            self.store.sessions.sleep,
+            min(_PATIENCE, self.store.runs.lifecycle.lease),
+        )
         if row.recorded_at is None:
             known = self.store.single(lambda connection: self._read(connection, lease, key))
             return Written(known, before=True, cancel_requested=row.cancel_requested)

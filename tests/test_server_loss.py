@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, NullPool, create_engine, make_url, text
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import DatabaseUnavailable, Ending, Outcome, Run, Runs, embedded
+from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.support import (
     Background,
     Base,
@@ -308,6 +311,44 @@ def test_a_run_is_left_to_its_lease_while_the_server_is_away_and_then_carried_on
     let_lapse(factory, ident)
     again = plans.execute(ident, carry_out)
     assert (again.status, [receipt.step for receipt in again.receipts]) == (PlanStatus.EXECUTED, ["first", "second"])
+
+
+@pytest.mark.parametrize("form", ["sync", "asyncio"])
+def test_a_message_that_was_sent_while_the_server_restarted_is_recorded_when_it_is_back(
+    server: embedded.EmbeddedServer, engine: Engine, factory: sessionmaker[Session], plans: Runs[Plan], form: str
+) -> None:
+    ident = approved_plan(factory)
+    sent: list[Background] = []
+
+    def send() -> str:
+        server.stop("immediate")
+        sent.append(Background(server.restart))
+        return "sent"
+
+    async def send_async() -> str:
+        return send()
+
+    async def over_asyncio() -> Outcome:
+        worker = create_async_engine(server.url)
+        runs: AsyncRuns[Plan] = AsyncRuns(async_sessionmaker(worker), Plan, PlanStep)
+
+        async def carry_out(run: AsyncRun[Plan]) -> None:
+            await run.external("only", send_async)
+
+        try:
+            return await runs.execute(ident, carry_out)
+        finally:
+            await worker.dispose()
+
+    if form == "sync":
+        outcome = plans.execute(ident, lambda run: run.external("only", send))
+    else:
+        outcome = asyncio.run(over_asyncio())
+    sent[0].result()
+    engine.dispose()
+    assert outcome.ending is Ending.LANDED
+    assert [receipt.result for receipt in plans.receipts(ident)] == ["sent"]
+    assert len(sent) == 1
 
 
 def test_a_step_that_cannot_connect_for_a_moment_is_not_a_failed_step(

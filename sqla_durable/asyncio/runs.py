@@ -310,6 +310,9 @@ class _AsyncSessions:
         session = cast(StepSession, facade.sync_session)
         return session.as_step(facade)
 
+    def sleep(self, seconds: float) -> None:
+        await_only(asyncio.sleep(seconds))
+
     def gate(self) -> Gate:
         return _Gate()
 
