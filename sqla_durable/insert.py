@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from sqlalchemy import Column, ColumnElement, Connection, Table, inspect
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import InstanceState, MapperProperty, RelationshipDirection, RelationshipProperty, Session, sync
+from sqlalchemy.orm import InstanceState, MapperProperty, RelationshipDirection, RelationshipProperty, Session
 from sqlalchemy.orm import persistence as unit_of_work
 from sqlalchemy.orm.attributes import get_history, set_attribute, set_committed_value
 from sqlalchemy.schema import DefaultClause
@@ -22,7 +22,6 @@ from sqla_durable.exc import UsageError
 from sqla_durable.rows import AnyRow, Rows
 
 _work: Any = unit_of_work
-_sync: Any = sync
 
 
 class Insertion:
@@ -107,17 +106,24 @@ class Insertion:
         """Take the object out of the session, and back what its construction did to objects that are in it."""
         if self.instance in self._session:
             self._session.expunge(self.instance)
-        for relationship, value in self._related():
+        for relationship in self._mapper.relationships:
             back = cast("str | None", relationship.back_populates)
-            if back is None or value not in self._session:
+            if back is None or relationship.key not in self._state.dict:
                 continue
-            if not relationship.mapper.relationships[back].uselist:
-                for displaced in get_history(value, back).deleted:
-                    if displaced in self._session:
-                        self._session.expire(displaced, [relationship.key])
-            self._session.expire(value, [back])
+            for value in get_history(self.instance, relationship.key).added:
+                self._restore(relationship, value, back)
 
     # the parts
+
+    def _restore(self, relationship: RelationshipProperty[Any], value: Any, back: str) -> None:
+        """Undo what setting a relationship has done to the object at its other end."""
+        if value is None or not cast("InstanceState[Any]", inspect(value)).persistent:
+            return
+        if not relationship.mapper.relationships[back].uselist:
+            for displaced in get_history(value, back).deleted:
+                if displaced in self._session:
+                    self._session.expire(displaced, [relationship.key])
+        self._session.expire(value, [back])
 
     def _related(self) -> list[tuple[RelationshipProperty[Any], Any]]:
         """The objects that this one refers to, many to one."""
@@ -180,7 +186,9 @@ class Insertion:
         if loaded:
             self._mapper.class_manager.dispatch.refresh_flush(self._state, None, loaded)
         for mapper, pairs in self._mapper._table_to_equated[rows.table]:  # noqa: SLF001
-            _sync.populate(self._state, mapper, self._state, mapper, pairs, None, flag_cascaded_pks=False)
+            for column, equal in pairs:
+                value = getattr(self.instance, mapper.get_property_by_column(column).key)
+                set_committed_value(self.instance, mapper.get_property_by_column(equal).key, value)
 
 
 _ABSENT = object()

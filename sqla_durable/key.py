@@ -41,7 +41,12 @@ class KeyMixin:
 
 def key_scope(cls: type[Any]) -> tuple[str, ...]:
     """Return the attributes within which a class's keys are unique."""
-    return cast("tuple[str, ...]", cls.__key_scope__)
+    scope: tuple[str, ...] = cls.__key_scope__
+    if not isinstance(cast(object, scope), tuple) or not all(isinstance(cast(object, name), str) for name in scope):
+        raise ConfigurationError(
+            f'{cls.__name__}.__key_scope__ is {scope!r}; write a tuple of attribute names, as in ("tenant_id",).'
+        )
+    return scope
 
 
 def _configure(mapper: Mapper[Any]) -> None:
@@ -59,10 +64,6 @@ def _configure(mapper: Mapper[Any]) -> None:
                 f"on the class that owns the root table, here {mapper.base_mapper.class_.__name__}."
             )
         return
-    if not isinstance(cast(object, scope), tuple) or not all(isinstance(cast(object, name), str) for name in scope):
-        raise ConfigurationError(
-            f'{cls.__name__}.__key_scope__ is {scope!r}; write a tuple of attribute names, as in ("tenant_id",).'
-        )
     rows: Rows[Any] = Rows(cls)
     key, fingerprint = rows.column("idempotency_key"), rows.column("key_fingerprint")
     for column in key, fingerprint:

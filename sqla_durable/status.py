@@ -167,7 +167,8 @@ class StatusMachine(Machine[StatusT]):
         :raises ConfigurationError: where the mapped class has none, or several.
         """
         mapper: Mapper[Any] = inspect(entity)
-        found = [column for column in mapper.columns if column.info.get(_INFO) is self]
+        # An expression of a column_property is among them, and has no info.
+        found = [column for column in mapper.columns if getattr(column, "info", {}).get(_INFO) is self]
         if len(found) != 1:
             raise ConfigurationError(
                 f"{entity.__name__} has {len(found)} columns made by {self!r}.column(); it needs one, as in "
