@@ -25,12 +25,13 @@ class KeyMixin:
     """
 
     __key_scope__: ClassVar[tuple[str, ...]] = ()
-    __reserved__ = frozenset({"idempotency_key", "key_fingerprint"})
 
     if TYPE_CHECKING:
         idempotency_key: Mapped[str | None]
         key_fingerprint: Mapped[str | None]
     else:
+        __reserved__ = frozenset({"idempotency_key", "key_fingerprint"})
+
         idempotency_key = mapped_column(String(KEY_LENGTH), sort_order=_SORT_ORDER)
         key_fingerprint = mapped_column(String(64), sort_order=_SORT_ORDER + 1)
 

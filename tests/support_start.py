@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Engine, ForeignKey, Numeric, create_engine, func, select
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship, sessionmaker
 
 from sqla_durable import KeyMixin, PriorityMixin, ReceiptMixin, RunMixin, Runs
 from tests.support_models import JobStatus, jobs, lifecycle

@@ -16,6 +16,7 @@ from uuid import UUID
 import pytest
 from pydantic import BaseModel
 from sqlalchemy import Engine, Index, Integer, MetaData, create_engine, func, literal
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from sqla_durable import ConfigurationError, KeyMixin, PriorityMixin, RunMixin, UndeclaredTransition, UsageError
@@ -86,8 +87,8 @@ DIFFERENT: list[Any] = [
     {},
     1.5,
     Decimal("1.51"),
-    Decimal("10"),
-    Decimal("100"),
+    Decimal(10),
+    Decimal(100),
     Decimal("NaN"),
     NOON,
     NOON.replace(tzinfo=None),
@@ -261,6 +262,7 @@ def test_a_priority_is_a_number_from_0_to_9_and_leads_the_index_of_ready_runs(st
     assert "ck_orders_priority" in made
     assert "ix_orders_available_at" not in made
     for priority in (-1, 10):
-        with Session(store.engine) as session, pytest.raises(Exception, match="ck_orders_priority"):
+        with Session(store.engine) as session:
             session.add(Order(priority=priority))
-            session.flush()
+            with pytest.raises(IntegrityError, match="ck_orders_priority"):
+                session.flush()

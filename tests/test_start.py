@@ -291,7 +291,7 @@ def test_due_times_are_the_databases(store: Shop) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"available_at": datetime(2031, 2, 3)}, "naive"),  # noqa: DTZ001
+        ({"available_at": datetime(2031, 2, 3)}, "naive"),
         ({"available_at": 60}, "timedelta"),
         ({"available_at": "tomorrow"}, "timedelta"),
         ({"fence": 3}, "Order.fence is written by the library only"),

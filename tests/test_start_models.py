@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID, uuid4
 
 import pytest
@@ -149,7 +149,7 @@ def everything() -> tuple[type[Any], type[Any]]:
         json: Mapped[Any | None] = mapped_column(JSON)
         late: Mapped[str | None] = mapped_column(deferred=True)
         name: Mapped[str | None] = synonym("note")
-        __mapper_args__ = {"version_id_col": version}
+        __mapper_args__: ClassVar[dict[str, Any]] = {"version_id_col": version}
 
         @hybrid_property
         def loud(self) -> str | None:
@@ -437,7 +437,7 @@ def family(kind: str) -> tuple[type[Any], type[Any], type[Any], type[Any]]:
         status: Mapped[JobStatus] = jobs.column()
         type: Mapped[str] = mapped_column()
         note: Mapped[str | None]
-        __mapper_args__ = {"polymorphic_on": "type", "polymorphic_identity": "job"}
+        __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_on": "type", "polymorphic_identity": "job"}
 
     class JobStep(ReceiptMixin[Job], Base):
         __tablename__ = "job_step"
@@ -447,10 +447,10 @@ def family(kind: str) -> tuple[type[Any], type[Any], type[Any], type[Any]]:
         class Special(Job):
             extra: Mapped[str | None]
             filled: Mapped[int | None] = mapped_column(default=5)
-            __mapper_args__ = {"polymorphic_identity": "special"}
+            __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_identity": "special"}
 
         class Other(Job):
-            __mapper_args__ = {"polymorphic_identity": "other"}
+            __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_identity": "other"}
 
         return Job, Special, Other, JobStep
 
@@ -459,13 +459,13 @@ def family(kind: str) -> tuple[type[Any], type[Any], type[Any], type[Any]]:
         special_id: Mapped[int] = mapped_column(ForeignKey(Job.id), primary_key=True)
         extra: Mapped[str | None]
         filled: Mapped[int] = mapped_column(server_default=text("5"))
-        __mapper_args__ = {"polymorphic_identity": "special"}
+        __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_identity": "special"}
 
     class JoinedOther(JoinedSpecial):
         __tablename__ = "other"
         other_id: Mapped[int] = mapped_column(ForeignKey(JoinedSpecial.special_id), primary_key=True)
         more: Mapped[str | None]
-        __mapper_args__ = {"polymorphic_identity": "other"}
+        __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_identity": "other"}
 
     return Job, JoinedSpecial, JoinedOther, JobStep
 
@@ -552,7 +552,7 @@ def test_a_class_on_a_table_of_the_users_own_with_columns_left_out(bare: Engine)
     class Job(KeyMixin, RunMixin, Base):
         __table__ = table
         __lifecycle__ = lifecycle()
-        __mapper_args__ = {"exclude_properties": ["hidden"]}
+        __mapper_args__: ClassVar[dict[str, Any]] = {"exclude_properties": ["hidden"]}
 
     class JobStep(ReceiptMixin[Job], Base):
         __tablename__ = "job_step"

@@ -46,8 +46,8 @@ def retried(work: Callable[[], Any]) -> tuple[Any, int]:
     for conflicts in range(10):
         try:
             return work(), conflicts
-        except TransactionConflict as conflict:
-            assert "retry the whole transaction" in str(conflict)
+        except TransactionConflict:
+            continue
     raise AssertionError("conflicts without end")
 
 
@@ -109,7 +109,7 @@ def test_a_snapshot_taken_before_the_first_committed_is_a_conflict_to_retry(stor
     with rival.factory() as session:
         session.execute(text("SELECT 1 FROM orders"))
         first = store.start(key="a")
-        with pytest.raises(TransactionConflict, match="40001"):
+        with pytest.raises(TransactionConflict, match=r"40001.*retry the whole transaction"):
             rival.orders.start(session, key="a")
         session.rollback()
         assert rival.orders.start(session, key="a").id == first.id
@@ -162,8 +162,7 @@ def test_two_that_start_the_same_keys_in_another_order_end_with_one_run_each(
         try:
             store.orders.start(session, key="b")
             session.commit()
-        except TransactionConflict as deadlock:
-            assert "40P01" in str(deadlock)
+        except TransactionConflict:  # the deadlock was found here
             session.rollback()
             retried(lambda: (store.start(key="a"), store.start(key="b")))
     behind.result()
