@@ -11,11 +11,13 @@ from sqla_durable.exc import (
     DatabaseUnavailable,
     DurableError,
     HolderError,
+    KeyConflict,
     LostLease,
     NestedStep,
     ReceiptMismatch,
     ResultError,
     RetryableError,
+    RunInFlight,
     RunNotFound,
     StepFailed,
     StepReused,
@@ -27,8 +29,10 @@ from sqla_durable.exc import (
 )
 from sqla_durable.execution import Ending, Outcome
 from sqla_durable.failure import Failure
+from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
@@ -45,12 +49,15 @@ __all__ = [
     "Ending",
     "Failure",
     "HolderError",
+    "KeyConflict",
+    "KeyMixin",
     "Lease",
     "LeaseMixin",
     "Lifecycle",
     "LostLease",
     "NestedStep",
     "Outcome",
+    "PriorityMixin",
     "Receipt",
     "ReceiptMismatch",
     "ReceiptMixin",
@@ -58,6 +65,7 @@ __all__ = [
     "Retry",
     "RetryableError",
     "Run",
+    "RunInFlight",
     "RunMixin",
     "RunNotFound",
     "Runs",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, String, Update, func, select, true
+from sqlalchemy import Column, ColumnElement, String, Update, func, select, true, union_all
 
 from sqla_durable import clock
+from sqla_durable.priority import HIGHEST, LOWEST
 from sqla_durable.reap import reap
-from sqla_durable.rows import AnySelect, at_most, bound
+from sqla_durable.rows import AnySelect, at_most, bound, constant
 from sqla_durable.run import RunRows
 
 
@@ -25,7 +26,9 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
 
 
 def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
-    """Reap what has lapsed, then claim up to ``limit`` due runs, those due for longest first, in one statement.
+    """Reap what has lapsed, then claim up to ``limit`` due runs in one statement, those due for longest first.
+
+    Where runs have a priority, those of a higher one come first.
 
     Executed with ``owner``. Locked rows are skipped, so that claimers do not queue up behind each other.
     A run that is reaped here is claimed by the next execution at the earliest, as this one does not see it ready yet.
@@ -34,14 +37,29 @@ def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
      which they were due; a single one without a run where there was none to claim.
     """
     reaped = reap(runs, limit).cte("reaped")
-    locking = runs.lock(*claimable(runs), skip_locked=True)
-    # Not by key as well, which no index has: a sort would read all that became due at one instant.
-    locking = locking.order_by(runs.available_at).limit(at_most(limit))
-    claimed = runs.update(locking, _claimed(runs)).returning(*runs.table.columns).cte("claimed")
+    claimed = runs.update(_first_due(runs, limit), _claimed(runs)).returning(*runs.table.columns).cte("claimed")
     count = select(func.count().label("reaped")).select_from(reaped).subquery("counted")
     # UPDATE ... RETURNING does not keep the order of the rows that were locked.
-    order = [claimed.c[column.key] for column in (runs.available_at, *runs.key)]
+    order: list[ColumnElement[Any]] = [claimed.c[column.key] for column in (runs.available_at, *runs.key)]
+    if runs.priority is not None:
+        order.insert(0, claimed.c[runs.priority.key].desc())
     return select(count.c.reaped, *claimed.c).select_from(count.outerjoin(claimed, true())).order_by(*order)
+
+
+def _first_due(runs: RunRows[Any], limit: int) -> AnySelect:
+    if runs.priority is None:
+        return _due_for_longest(runs, limit)
+    # One scan of the index for each priority, of which those after the last one needed are not begun. Ordered by both
+    # columns a single scan would pass by all runs of a higher priority that are not due yet.
+    levels = [runs.priority == constant(runs.priority, level) for level in range(HIGHEST, LOWEST - 1, -1)]
+    each = [select(_due_for_longest(runs, limit, level).subquery()) for level in levels]
+    return union_all(*each).limit(at_most(limit))
+
+
+def _due_for_longest(runs: RunRows[Any], limit: int, *conditions: ColumnElement[bool]) -> AnySelect:
+    locking = runs.lock(*claimable(runs), *conditions, skip_locked=True)
+    # Not by key as well, which no index has: a sort would read all that became due at one instant.
+    return locking.order_by(runs.available_at).limit(at_most(limit))
 
 
 def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:

@@ -7,6 +7,8 @@
      +-- UsageError              a call that cannot be right; nothing of it is committed
      |    +-- UndeclaredTransition   an edge the status machine does not have
      |    +-- RunNotFound            no such run, or not one of this class
+     |    +-- KeyConflict            an idempotency key that belongs to a run with another payload
+     |    +-- RunInFlight            another run of the group is in flight
      |    +-- StepReused             a step key used twice in one execution
      |    +-- NestedStep             a step inside a step's body
      |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
@@ -26,7 +28,7 @@ A *lost race*, a conditional transition that matched no row, is a return value a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sqla_durable.failure import Failure
@@ -51,6 +53,32 @@ class UndeclaredTransition(UsageError):
 
 class RunNotFound(UsageError):
     """No run with that identity exists, or it is not one of the bound class."""
+
+
+class KeyConflict(UsageError):
+    """An idempotency key belongs to a run that was started with another payload.
+
+    ``key`` is that key, and ``identity`` the primary key of that run, or None where the session does not see it.
+    """
+
+    def __init__(self, message: str, key: str, identity: tuple[Any, ...] | None) -> None:
+        super().__init__(message, key, identity)
+        self.key = key
+        self.identity = identity
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunInFlight(UsageError):
+    """Another run of the same group is in flight; ``identity`` is its primary key, or None if it has ended since."""
+
+    def __init__(self, message: str, identity: tuple[Any, ...] | None) -> None:
+        super().__init__(message, identity)
+        self.identity = identity
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StepReused(UsageError):

@@ -128,13 +128,14 @@ def landed(runs: RunRows[Any]) -> list[Column[Any]]:
     return [*runs.key, *_done(runs)]
 
 
-def release(runs: RunRows[Any], *, failed: bool) -> Update:
+def release(runs: RunRows[Any], *, failed: bool, notify: bool = False) -> Update:
     """Hand the run back: ready again, owner cleared, so that every copy of the lease is spent.
 
     A run with a pending cancel request lands cancelled instead, and one that failed with its attempts used up lands
     too: neither is started again.
 
     :param failed: whether an ``error`` is recorded, and the run waits for its backoff.
+    :param notify: whether workers that listen are told of a run that is ready again.
     """
     lifecycle, retry = runs.lifecycle, runs.lifecycle.retry
     landings: list[tuple[ColumnElement[bool], StrEnum]] = []
@@ -154,7 +155,8 @@ def release(runs: RunRows[Any], *, failed: bool) -> Update:
         }
     else:
         changes |= {runs.status: ready}
-    return runs.update(runs.lock(runs.matches(), holding(runs)), changes).returning(*changes)
+    released = runs.update(runs.lock(runs.matches(), holding(runs)), changes)
+    return released.returning(*changes, *(runs.notices() if notify else ()))
 
 
 def remember(runs: RunRows[Any], error: ColumnElement[Any]) -> ColumnElement[Any]:

@@ -95,6 +95,11 @@ class Ground:
             )
         return engine
 
+    @cached_property
+    def notifies(self) -> bool:
+        """Whether its transactions may send notifications: PostgreSQL refuses to prepare one that has sent any."""
+        return not self.sessions.plain().twophase
+
     @property
     def schema_translate_map(self) -> dict[str | None, str | None]:
         """The engine's schema translation."""

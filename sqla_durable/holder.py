@@ -283,7 +283,10 @@ class Holder(Generic[RunT]):
                 f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a "
                 "run cannot be released; it is left to its lease. Declare the edge in transitions=."
             )
-        self._end(fence.release(self.store.runs, failed=failure is not None), failure)
+        # One that failed is not due before its backoff.
+        failed = failure is not None
+        notify = self.store.notifies and not failed
+        self._end(fence.release(self.store.runs, failed=failed, notify=notify), failure)
 
     def _land_in_group(self) -> bool:
         self._ending = True

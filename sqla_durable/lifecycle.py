@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
-from typing import Final, Generic, Literal
+from typing import Final, Generic, Literal, cast
 
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.machine import StatusT
@@ -36,6 +36,10 @@ class Lifecycle(Generic[StatusT]):
      (`idle_in_transaction_session_timeout
      <https://www.postgresql.org/docs/current/runtime-config-client.html#GUC-IDLE-IN-TRANSACTION-SESSION-TIMEOUT>`_);
      by default the lease, and None removes it. Time spent inside SQL does not count.
+    :param one_in_flight: the attributes that form a group, such as ``("kind",)``: of each group at most one run is in
+     a status that is not terminal. A run in which one of them is null is in no group.
+    :param notify: whether workers that listen are told of a run that has become ready (`NOTIFY
+     <https://www.postgresql.org/docs/current/sql-notify.html>`_).
     :raises ConfigurationError: where an edge that the library will take is not declared, a status has a role it cannot
      play, or a duration is out of range.
     """
@@ -54,9 +58,12 @@ class Lifecycle(Generic[StatusT]):
     retry: Retry = field(default_factory=Retry)
     requeue: AbstractSet[StatusT] = frozenset()
     step_timeout: timedelta | Literal["lease"] | None = "lease"
+    one_in_flight: tuple[str, ...] | None = None
+    notify: bool = True
 
     def __post_init__(self) -> None:
         self._check_durations()
+        self._check_group()
         self._check_edges()
         for role in ("done", "failed", "dead", "cancelled", "timed_out"):
             status: StatusT | None = getattr(self, role)
@@ -105,6 +112,20 @@ class Lifecycle(Generic[StatusT]):
             raise ConfigurationError(
                 f"Lifecycle(step_timeout={self.step_timeout}): from 1 millisecond to PostgreSQL's limit of "
                 f"{_LONGEST_TIMEOUT}, or None for no limit."
+            )
+
+    def _check_group(self) -> None:
+        names = self.one_in_flight
+        if names is None:
+            return
+        if not isinstance(cast(object, names), tuple) or not all(isinstance(cast(object, name), str) for name in names):
+            raise ConfigurationError(
+                f'Lifecycle(one_in_flight={names!r}): give a tuple of attribute names, as in one_in_flight=("kind",).'
+            )
+        if not names or len(set(names)) < len(names):
+            raise ConfigurationError(
+                f"Lifecycle(one_in_flight={names!r}): name at least one attribute, and each only once. For one run at "
+                "a time of the whole class, name an attribute that is the same in all of them."
             )
 
     def _check_edges(self) -> None:

@@ -6,7 +6,7 @@ constraints to the finished table; there they follow the metadata's naming conve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -24,6 +24,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Mapper
 from sqlalchemy.schema import SchemaItem, conv
 
+_INFO = "sqla_durable.index"
 _PREFIXES: Mapping[type[Any], str] = {CheckConstraint: "ck", ForeignKeyConstraint: "fk", Index: "ix"}
 
 
@@ -57,9 +58,27 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     _add(table, ForeignKeyConstraint([column.key for column in columns], referred, name=name, **options))
 
 
-def add_index(column: Column[Any], where: ColumnElement[bool]) -> None:
+def add_index(columns: Sequence[Column[Any]], where: ColumnElement[bool]) -> None:
     """Add a partial index, named by the metadata's convention if it has one for indexes."""
-    Index(_name(column.table, Index, column.name), column, postgresql_where=where)
+    Index(_name(columns[0].table, Index, columns[0].name), *columns, postgresql_where=where)
+
+
+def add_unique_index(name: str, columns: Sequence[Column[Any]], where: ColumnElement[bool], **options: Any) -> None:
+    """Add a unique partial index, named by the metadata's convention if that goes by the names of constraints.
+
+    A convention that goes by columns is not asked: an index of the user's may well begin with the same one.
+    """
+    table = columns[0].table
+    named = _name(table, Index, name, always=True)
+    index = Index(named, *columns, unique=True, postgresql_where=where, **options)
+    index.name = _final_name(index)
+    table.info[f"{_INFO}.{name}"] = index.name
+
+
+def unique_index(table: Table, name: str) -> str | None:
+    """Return by which name PostgreSQL reports the violation of an index that :func:`add_unique_index` added, if any."""
+    found: str | None = table.info.get(f"{_INFO}.{name}")
+    return found
 
 
 def set_fillfactor(table: Table, percent: int) -> None:
@@ -82,9 +101,13 @@ def root_table(mapper: Mapper[Any]) -> Table:
 
 def _add(table: Table, constraint: Constraint) -> None:
     table.append_constraint(constraint)
-    # The name as PostgreSQL will report it: an error is known by it, and Alembic compares checks by it.
-    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(constraint)
-    constraint.name = conv(str(name).removeprefix('"').removesuffix('"').replace('""', '"'))
+    constraint.name = _final_name(constraint)
+
+
+def _final_name(item: Constraint | Index) -> conv:
+    """Return the name as PostgreSQL will report it: an error is known by it, and Alembic compares checks by it."""
+    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(item)
+    return conv(str(name).removeprefix('"').removesuffix('"').replace('""', '"'))
 
 
 def _name(table: Table, kind: type[SchemaItem], *words: str, always: bool = False) -> str | None:

@@ -36,8 +36,11 @@ def reap(runs: RunRows[Any], limit: int) -> Update:
     return _reap(runs, locking.order_by(runs.started_at).limit(at_most(limit)), "lapsed")
 
 
-def requeue(runs: RunRows[Any]) -> Update:
-    """Give a terminal run another life: ready, attempts reset, fence kept, lease, error and times cleared."""
+def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
+    """Give a terminal run another life: ready, attempts reset, fence kept, lease, error and times cleared.
+
+    :param notify: whether workers that listen are told of it.
+    """
     statuses = [runs.constant(status) for status in sorted(runs.lifecycle.requeue)]
     cleared = (
         runs.lease_owner,
@@ -53,13 +56,13 @@ def requeue(runs: RunRows[Any]) -> Update:
         runs.available_at: clock.stamp(),
         **dict.fromkeys(cleared, null()),
     }
-    return runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes).returning(*changes)
+    requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
+    return requeued.returning(*changes, *(runs.notices() if notify else ()))
 
 
 def request_cancel(runs: RunRows[Any]) -> Update:
     """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once."""
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
-    living = [runs.constant(status) for status in machine.transitions if status not in machine.terminal]
     changes: dict[Column[Any], Any] = {
         runs.cancel_requested_at: func.coalesce(runs.cancel_requested_at, clock.stamp()),
     }
@@ -70,7 +73,7 @@ def request_cancel(runs: RunRows[Any]) -> Update:
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
-    return runs.update(runs.lock(runs.matches(), runs.status.in_(living)), changes).returning(*runs.key, *changes)
+    return runs.update(runs.lock(runs.matches(), runs.in_flight()), changes).returning(*runs.key, *changes)
 
 
 def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:

@@ -114,9 +114,27 @@ class Rows(Generic[EntityT]):
             "only columns of that table can be set in the same statement."
         )
 
+    def declared(self, names: Sequence[str], where: str) -> tuple[Column[Any], ...]:
+        """Return the columns of attributes that a class names in its declaration.
+
+        :param where: the place in which it names them, for the error.
+        :raises ConfigurationError: where one is not mapped to a column of this table.
+        """
+        mapped = set(self._attributes.values())
+        if unknown := [name for name in names if name not in mapped]:
+            raise ConfigurationError(
+                f"{self.entity.__name__}: {where} names {', '.join(map(repr, unknown))}, which is no attribute that is "
+                f"mapped to a column of table {self.table.name!r}."
+            )
+        return tuple(self.column(name) for name in names)
+
     def attribute(self, column: Column[Any]) -> str:
         """Return the attribute that ``column`` is mapped to."""
         return self._attributes[column]
+
+    def attributes(self) -> Mapping[Column[Any], str]:
+        """Return the attribute of each column of this table that the class maps."""
+        return self._attributes
 
     @cached_property
     def _attributes(self) -> dict[Column[Any], str]:

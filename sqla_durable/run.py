@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
@@ -16,14 +16,18 @@ from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.mapping import add_check, add_index, set_fillfactor, when_mapped
+from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
+from sqla_durable.priority import PriorityMixin
 from sqla_durable.rows import Rows, constant
-from sqla_durable.status import TransitionHook
+from sqla_durable.status import TransitionHook, reserved_of
+from sqla_durable.wake import notification
 
 _SORT_ORDER = 1010
 _FILLFACTOR = 80
+ONE_IN_FLIGHT = "one_in_flight"
 
 
 class RunMixin(LeaseMixin, TransitionHook):
@@ -78,6 +82,10 @@ class RunMixin(LeaseMixin, TransitionHook):
     def __held__(cls) -> AbstractSet[StrEnum]:
         return {cls.__lifecycle__.running}
 
+    @classmethod
+    def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
+        return RunRows(cls).notices() if to == cls.__lifecycle__.ready else ()
+
 
 RunT = TypeVar("RunT", bound=RunMixin)
 
@@ -99,6 +107,12 @@ class RunRows(Rows[RunT]):
         self.failures = self.column("failures")
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
+        keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)
+        self.idempotency_key = self.column("idempotency_key") if keyed else None
+        self.key_fingerprint = self.column("key_fingerprint") if keyed else None
+        self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
+        self.priority = self.column("priority") if prioritized else None
+        self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
 
     def constant(self, status: StrEnum) -> ColumnElement[Any]:
         """Return ``status`` as a constant in the SQL text. See :func:`.rows.constant`."""
@@ -107,6 +121,22 @@ class RunRows(Rows[RunT]):
     def in_status(self, status: StrEnum) -> ColumnElement[bool]:
         """The condition that a run is in ``status``."""
         return self.status == self.constant(status)
+
+    def in_flight(self) -> ColumnElement[bool]:
+        """The condition that a run is in a status that is not terminal."""
+        machine = self.lifecycle.machine
+        living = [status for status in machine.transitions if status not in machine.terminal]
+        return self.status.in_([self.constant(status) for status in living])
+
+    def notices(self) -> Sequence[ColumnElement[Any]]:
+        """What a statement that may have made a run ready returns, so that listening workers are told if it has.
+
+        A run that is not due yet wakes nobody. The clock is the one that ``available_at`` is stamped with.
+        """
+        if not self.lifecycle.notify:
+            return ()
+        due = self.available_at <= clock.stamp()
+        return [notification(self.table.name, and_(self.in_status(self.lifecycle.ready), due))]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.entity.__name__}>"
@@ -133,6 +163,7 @@ def _configure(mapper: Mapper[Any]) -> None:
         raise ConfigurationError(f"{cls.__name__} is a run and needs __lifecycle__ = Lifecycle(...).")
     rows: RunRows[Any] = RunRows(cls)
     _refuse_other_types(rows)
+    _refuse_moving_group(rows)
     rows.lifecycle.machine.serves(cls)
     event.listen(cls, "before_update", _keep_lease, propagate=True)
     _add_constraints(rows)
@@ -157,6 +188,16 @@ def _refuse_other_types(rows: RunRows[Any]) -> None:
                 )
 
 
+def _refuse_moving_group(rows: RunRows[Any]) -> None:
+    """Refuse a group that a run would leave, and so enter another one, as it is claimed or goes on."""
+    written = reserved_of(rows.entity) | {"available_at", rows.attribute(rows.status)}
+    if moving := sorted(written.intersection(rows.lifecycle.one_in_flight or ())):
+        raise ConfigurationError(
+            f"{rows.entity.__name__}: Lifecycle(one_in_flight=...) names {', '.join(moving)}, which the library "
+            "writes; a group is made of attributes of your own."
+        )
+
+
 def _keep_lease(_: Mapper[Any], __: Connection, row: RunMixin) -> None:
     """Keep an ORM flush from putting an old lease back, as ``session.merge(run.row)`` in a step would."""
     fence = get_history(row, "fence", PASSIVE_NO_INITIALIZE)
@@ -177,8 +218,11 @@ def _add_constraints(rows: RunRows[Any]) -> None:
     lifecycle = rows.lifecycle
     # No lease column in any index: an update of an indexed column is never HOT, and every heartbeat would write both
     # indexes again.
-    add_index(rows.available_at, rows.status == lifecycle.ready)
-    add_index(rows.started_at, rows.status == lifecycle.running)
+    first = [] if rows.priority is None else [rows.priority]
+    add_index([*first, rows.available_at], rows.status == lifecycle.ready)
+    add_index([rows.started_at], rows.status == lifecycle.running)
+    if rows.group:
+        add_unique_index(ONE_IN_FLIGHT, rows.group, rows.in_flight())
     leased = and_(rows.lease_expires_at.is_not(None), rows.lease_owner.is_not(None), rows.fence > 0)
     condition = case((rows.status == lifecycle.running, leased), else_=rows.lease_expires_at.is_(None))
     add_check(rows.table, "lease", condition)

@@ -279,10 +279,34 @@ class Runs(Generic[RunT]):
 
         :return: True if this call did; False where the run is not in a status that ``Lifecycle(requeue=...)`` names.
         :raises UsageError: where the lifecycle names none.
+        :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for it.
         """
         return self._verbs.requeue(ident)
 
     # in the caller's transaction
+
+    def start(self, session: Session, /, *, key: str | None = None, **values: Any) -> RunT:
+        """Start a run in the caller's transaction: it exists if, and only if, the caller commits.
+
+        The session is flushed first. The object is built by the class's own constructor, and is persistent and loaded
+        when it is returned. A ``flush`` of one with the same values would insert the same.
+
+        With a key, the same key and values return the run that was started before, in whatever status it is; nothing
+        is inserted. Values that say only when it runs, ``available_at``, the priority and the status, are not compared.
+
+        :param session: the caller's session; nothing is committed here, and there is no savepoint.
+        :param key: the idempotency key, from 1 to 255 printable characters; the class has :class:`.KeyMixin`.
+        :param values: what the constructor takes; the status, initial or ready; ``available_at``, an aware datetime, an
+         SQL expression, or a :class:`~datetime.timedelta` from now on the database's clock; with
+         :class:`.PriorityMixin`, ``priority``.
+        :return: the new run, or the one that the key belongs to.
+        :raises KeyConflict: where the key belongs to a run that was started with other values.
+        :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for it.
+        :raises UsageError: for a key or value that cannot be right.
+        :raises TransactionConflict: retry the whole transaction; under REPEATABLE READ and SERIALIZABLE also where
+         another transaction started the same at the same time. The retry returns its run.
+        """
+        return self._verbs.start(session, key, values)
 
     def request_cancel(self, session: Session, ident: object) -> bool:
         """Ask, in the caller's transaction, for a live run to be cancelled; the first instant is kept.

@@ -26,6 +26,7 @@ SERIALIZATION_FAILURE = "40001"
 DEADLOCK = "40P01"
 FAILED_TRANSACTION = "25P02"
 FOREIGN_KEY_VIOLATION = "23503"
+UNIQUE_VIOLATION = "23505"
 NO_SUCH_SAVEPOINT = "3B001"
 READ_ONLY = "25006"
 
@@ -44,6 +45,12 @@ def sqlstate_of(error: BaseException) -> str | None:
     """Return the five-character code the server sent with an error of SQLAlchemy's or the driver's, if any."""
     code = getattr(getattr(error, "orig", error), "sqlstate", None)
     return code if isinstance(code, str) else None
+
+
+def violated(error: BaseException) -> str | None:
+    """Return the name of the unique constraint or index that a statement violated, if it was that."""
+    name = getattr(getattr(getattr(error, "orig", error), "diag", None), "constraint_name", None)
+    return name if isinstance(name, str) and sqlstate_of(error) == UNIQUE_VIOLATION else None
 
 
 def is_outdated(error: BaseException | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Any, ClassVar, cast
@@ -36,6 +36,11 @@ class TransitionHook:
     @classmethod
     def __held__(cls) -> AbstractSet[StrEnum]:
         """Return the statuses that a transition leaves only where ``from_`` says so."""
+        raise NotImplementedError
+
+    @classmethod
+    def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
+        """Return what else the statement of a won transition to ``to`` returns, for its effect."""
         raise NotImplementedError
 
 
@@ -138,7 +143,9 @@ class StatusMachine(Machine[StatusT]):
         session.flush()
         identity = rows.identity(ident)
         locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
-        statement = rows.update(locking, changed).returning(*rows.key, *changed)
+        hooked = issubclass(entity, TransitionHook) and not session.twophase
+        arrival = entity.__on_arrival__(to) if hooked else ()
+        statement = rows.update(locking, changed).returning(*rows.key, *changed, *arrival)
         with translated():
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
             row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
@@ -160,7 +167,8 @@ class StatusMachine(Machine[StatusT]):
         :raises ConfigurationError: where the mapped class has none, or several.
         """
         mapper: Mapper[Any] = inspect(entity)
-        found = [column for column in mapper.columns if column.info.get(_INFO) is self]
+        # An expression of a column_property is among them, and has no info.
+        found = [column for column in mapper.columns if getattr(column, "info", {}).get(_INFO) is self]
         if len(found) != 1:
             raise ConfigurationError(
                 f"{entity.__name__} has {len(found)} columns made by {self!r}.column(); it needs one, as in "
@@ -225,12 +233,18 @@ class StatusMachine(Machine[StatusT]):
         return next(iter(self._served)), run_or_ident
 
 
+def reserved_of(entity: type[Any]) -> frozenset[str]:
+    """Return the attributes of a mapped class that only the library writes: those of every mixin."""
+    reserved: frozenset[str] = frozenset()
+    return reserved.union(*(vars(base).get("__reserved__", ()) for base in entity.__mro__))
+
+
 def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
     """Return what a caller sets along with a transition, by column.
 
     :raises UsageError: for the status, the key, or what only the library writes.
     """
-    reserved: AbstractSet[str] = rows.entity.__reserved__ if issubclass(rows.entity, TransitionHook) else frozenset()
+    reserved = reserved_of(rows.entity)
     columns = {rows.column(name): value for name, value in values.items()}
     for column in columns:
         name = rows.attribute(column)

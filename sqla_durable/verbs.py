@@ -18,12 +18,13 @@ from sqlalchemy.orm import Session, with_polymorphic
 from sqla_durable import claim, fence, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
-from sqla_durable.exc import RunNotFound, StepReused, UsageError
+from sqla_durable.exc import RunInFlight, RunNotFound, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out
 from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
+from sqla_durable.in_flight import occupied, refusing_occupied, rival
 from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
 from sqla_durable.loading import Loading
@@ -32,6 +33,7 @@ from sqla_durable.receipt import Receipt, receipt_of
 from sqla_durable.rows import AnyRow, Ident, among, arguments
 from sqla_durable.run import RunT
 from sqla_durable.sqlstate import translated
+from sqla_durable.start import Start
 from sqla_durable.step import Steps
 from sqla_durable.store import Store
 
@@ -187,17 +189,30 @@ class Verbs(Generic[RunT]):
             raise UsageError(
                 f"{self.runs.entity.__name__} names no status to requeue from; add Lifecycle(requeue={{...}})."
             )
-        parameters = self.runs.parameters(self.runs.identity(ident))
+        identity = self.runs.identity(ident)
+        parameters = self.runs.parameters(identity)
 
         def work(_: Session, connection: Connection) -> bool:
-            won = connection.execute(self._requeue, parameters).first() is not None
+            with refusing_occupied(self.runs):
+                won = connection.execute(self._requeue, parameters).first() is not None
             if won:
                 connection.execute(receipt.forget_failed(self.store.receipts), parameters)
             return won
 
-        return self.store.execute(work)
+        try:
+            return self.store.execute(work)
+        except RunInFlight as error:
+            holder = self.store.execute(lambda _, connection: rival(self.runs, connection, identity))
+            raise occupied(self.runs, holder) from error
 
     # in the caller's transaction
+
+    def start(self, session: Session, key: str | None, values: Mapping[str, Any]) -> RunT:
+        """See :meth:`.Runs.start`."""
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            return Start(self.runs, session, self.store.callers_connection(session), key, values).run()
 
     def request_cancel(self, session: Session, ident: object) -> bool:
         """See :meth:`.Runs.request_cancel`."""
@@ -381,7 +396,7 @@ class Verbs(Generic[RunT]):
 
     @cached_property
     def _requeue(self) -> Any:
-        return reap.requeue(self.runs)
+        return reap.requeue(self.runs, notify=self.store.notifies)
 
     @cached_property
     def _guard(self) -> Any:

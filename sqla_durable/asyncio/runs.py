@@ -223,6 +223,10 @@ class AsyncRuns(Generic[RunT]):
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
 
+    async def start(self, session: AsyncSession, /, *, key: str | None = None, **values: Any) -> RunT:
+        """Start a run in the caller's transaction. See :meth:`.Runs.start`."""
+        return await session.run_sync(self._verbs.start, key, values)
+
     async def request_cancel(self, session: AsyncSession, ident: object) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Runs.request_cancel`."""
         return await session.run_sync(self._verbs.request_cancel, ident)

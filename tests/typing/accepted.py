@@ -25,12 +25,15 @@ from sqla_durable import (
     Ending,
     Failure,
     HolderError,
+    KeyConflict,
+    KeyMixin,
     Lease,
     LeaseMixin,
     Lifecycle,
     LostLease,
     NestedStep,
     Outcome,
+    PriorityMixin,
     Receipt,
     ReceiptMismatch,
     ReceiptMixin,
@@ -38,6 +41,7 @@ from sqla_durable import (
     Retry,
     RetryableError,
     Run,
+    RunInFlight,
     RunMixin,
     RunNotFound,
     Runs,
@@ -82,6 +86,8 @@ plan_lifecycle = Lifecycle(
     retry=Retry(max_attempts=5, backoff=timedelta(seconds=1), factor=2, cap=timedelta(minutes=5), jitter=0.1),
     requeue={PlanStatus.FAILED},
     step_timeout=None,
+    one_in_flight=("title",),
+    notify=False,
 )
 
 
@@ -117,6 +123,21 @@ class Task(RunMixin, DataclassBase):
     id: Mapped[int] = mapped_column(primary_key=True, init=False)
     title: Mapped[str]
     status: Mapped[PlanStatus] = plan_statuses.column(init=False)
+
+
+class Order(KeyMixin, PriorityMixin, RunMixin, Base):
+    __tablename__ = "order"
+    __lifecycle__ = plan_lifecycle
+    __key_scope__ = ("tenant_id",)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    tenant_id: Mapped[int]
+    title: Mapped[str]
+    status: Mapped[PlanStatus] = plan_statuses.column()
+
+
+class OrderStep(ReceiptMixin[Order], Base):
+    __tablename__ = "order_step"
 
 
 class Leased(LeaseMixin, Base):
@@ -213,6 +234,30 @@ def synchronous(plan: Plan, task: Task) -> None:
     Task(title="task")
 
 
+def starting(factory: sessionmaker[Session], order: Order) -> None:
+    orders = Runs(factory, Order, OrderStep)
+    with factory.begin() as session:
+        assert_type(orders.start(session), Order)
+        assert_type(orders.start(session, key="a", title="t", available_at=timedelta(hours=1), priority=9), Order)
+    try:
+        raise KeyConflict("message", "key", (1,))
+    except KeyConflict as error:
+        assert_type(error.key, str)
+        assert_type(error.identity, tuple[Any, ...] | None)
+    except RunInFlight as error:
+        assert_type(error.identity, tuple[Any, ...] | None)
+    assert_type(order.idempotency_key, str | None)
+    assert_type(order.key_fingerprint, str | None)
+    assert_type(order.priority, int)
+    select(Order).where(Order.idempotency_key == "a", Order.priority > 3)
+
+
+async def async_starting(factory: async_sessionmaker[AsyncSession]) -> None:
+    orders = AsyncRuns(factory, Order, OrderStep)
+    async with factory.begin() as session:
+        assert_type(await orders.start(session, key="a", title="t"), Order)
+
+
 async def async_count(session: AsyncSession, more: int) -> int:
     return more
 
@@ -262,11 +307,13 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         Cancelled,
         ConfigurationError,
         DatabaseUnavailable,
+        KeyConflict,
         LostLease,
         NestedStep,
         ReceiptMismatch,
         ResultError,
         RetryableError,
+        RunInFlight,
         RunNotFound,
         StepReused,
         StepTimeout,

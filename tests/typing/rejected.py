@@ -53,6 +53,21 @@ def helpers(factory: sessionmaker[Session], async_factory: async_sessionmaker[As
     AsyncRuns(async_factory, Plan, PlanStep).execute(1, handler)  # type: ignore[arg-type, unused-coroutine]
 
 
+def starting(session: Session, async_session: AsyncSession, orders: Runs[Plan], async_orders: AsyncRuns[Plan]) -> None:
+    orders.start(session, key=1)  # type: ignore[arg-type]
+    orders.start(async_session)  # type: ignore[arg-type]
+    orders.start(session, "key")  # type: ignore[call-arg]
+    async_orders.start(session)  # type: ignore[arg-type, unused-coroutine]
+    Lifecycle(
+        plan_statuses,
+        ready=PlanStatus.APPROVED,
+        running=PlanStatus.EXECUTING,
+        done=PlanStatus.EXECUTED,
+        failed=PlanStatus.FAILED,
+        one_in_flight="title",  # type: ignore[arg-type]
+    )
+
+
 def handler(run: AsyncRun[Plan]) -> None: ...
 
 

@@ -1,0 +1,100 @@
+"""The fingerprint of a payload: a hash that is the same for equal values in every process.
+
+The values are written as canonical JSON first: keys sorted, sets sorted, instants in UTC, decimals without trailing
+zeros, bytes in base64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import UTC, datetime
+from decimal import Decimal
+from enum import Enum
+from typing import Any, cast
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+from sqlalchemy.sql import ClauseElement
+
+from sqla_durable.exc import UsageError
+
+
+def fingerprint(values: Mapping[str, object], kind: object = None) -> str:
+    """Return the SHA-256 of ``values`` as 64 hexadecimal digits.
+
+    :param values: the payload by attribute.
+    :param kind: what else tells payloads apart, such as the polymorphic identity of a subclass.
+    :raises UsageError: for a value that JSON cannot hold, naming its attribute.
+    """
+    parts = {name: _part(name, value) for name, value in values.items()}
+    return hashlib.sha256(_text([None if kind is None else _part("kind", kind), parts]).encode()).hexdigest()
+
+
+def _part(name: str, value: object) -> Any:
+    if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__"):
+        raise UsageError(
+            f"{name} is an SQL expression, whose value is not known before it is inserted, so a run with a key cannot "
+            "be recognised by it; give a plain value, or start the run without a key."
+        )
+    try:
+        part = _canonical(value)
+        _text(part).encode()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"{name} cannot be written as JSON, so a run with a key cannot be recognised by it ({error}); give plain "
+            "data, or start the run without a key."
+        ) from error
+    return part
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _canonical(value.value)
+    if isinstance(value, BaseModel):
+        return _canonical(value.model_dump())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _canonical(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return _container(value)
+
+
+def _container(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_name(key): _canonical(part) for key, part in _members(value)}
+    if isinstance(value, AbstractSet):
+        return sorted((_canonical(part) for part in _elements(value)), key=_text)
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in _elements(value)]
+    return _atom(value)
+
+
+def _atom(value: Any) -> Any:
+    if isinstance(value, datetime) and value.utcoffset() is not None:
+        return value.astimezone(UTC).isoformat()
+    if isinstance(value, Decimal) and value.is_finite():
+        text = format(value or Decimal(0), "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    if isinstance(value, bytes | bytearray):
+        return b64encode(value).decode()
+    return to_jsonable_python(value)
+
+
+def _members(mapping: Any) -> Iterable[tuple[object, object]]:
+    return cast("Iterable[tuple[object, object]]", mapping.items())
+
+
+def _elements(collection: Any) -> Iterable[object]:
+    return cast("Iterable[object]", collection)
+
+
+def _name(key: object) -> str:
+    # With a mark, so that the key 1 is not taken for the key "1".
+    return key if type(key) is str else f"\0{_text(_canonical(key))}"
