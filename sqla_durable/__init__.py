@@ -9,6 +9,7 @@ from sqla_durable.exc import (
     ConfigurationError,
     DatabaseUnavailable,
     DurableError,
+    FrozenPayload,
     HolderError,
     LostLease,
     NestedStep,
@@ -25,6 +26,7 @@ from sqla_durable.exc import (
     UsageError,
 )
 from sqla_durable.execution import Ending, Outcome
+from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -41,7 +43,9 @@ __all__ = [
     "DurableError",
     "Effect",
     "Ending",
+    "ExpiryMixin",
     "Failure",
+    "FrozenPayload",
     "HolderError",
     "Lease",
     "LeaseMixin",

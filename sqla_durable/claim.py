@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, String, Update, select
+from sqlalchemy import Column, ColumnElement, String, Update, or_, select
 
 from sqla_durable import clock
 from sqla_durable.rows import AnySelect, bound, limit
@@ -20,7 +20,8 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
     :param run_now: claim a run that is not due, too.
     """
     locking = runs.lock(runs.matches(), *claimable(runs, run_now=run_now))
-    return runs.update(locking, _claimed(runs)).returning(*runs.key, runs.fence, runs.attempts)
+    until = runs.until(runs.lifecycle.ready)
+    return runs.update(locking, _claimed(runs), until=until).returning(*runs.key, runs.fence, runs.attempts)
 
 
 def claim_due(runs: RunRows[Any]) -> AnySelect:
@@ -45,7 +46,9 @@ def claim_due(runs: RunRows[Any]) -> AnySelect:
 def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:
     """The conditions that a run may be claimed."""
     due = [] if run_now else [runs.available_at <= clock.now()]
-    return [runs.in_status(runs.lifecycle.ready), *due]
+    until = runs.until(runs.lifecycle.ready)
+    unexpired = [] if until is None else [or_(until.is_(None), until > clock.now())]
+    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired]
 
 
 def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:

@@ -38,6 +38,16 @@ class TransitionHook:
         """Return the statuses that a transition leaves only where ``from_`` says so."""
         raise NotImplementedError
 
+    @classmethod
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
+        """Raise to refuse what a caller sets along with a transition that leaves one of ``sources``."""
+        raise NotImplementedError
+
+    @classmethod
+    def __until__(cls, rows: Rows[Any], sources: Collection[StrEnum], to: StrEnum) -> ColumnElement[Any] | None:
+        """Return until when a row may leave one of ``sources`` for ``to``; see :meth:`.Rows.update`."""
+        raise NotImplementedError
+
 
 class StatusMachine(Machine[StatusT]):
     """A :class:`.Machine` that knows its column and how a row moves from one status to the next.
@@ -118,10 +128,12 @@ class StatusMachine(Machine[StatusT]):
         :param to: the status to move to.
         :param from\_: the status, or statuses, to leave; by default every one that has an edge to ``to``, except the
          running status of a run, whose holder would lose it.
-        :param where: a further condition of the same statement, such as an expiry on the database clock.
+        :param where: a further condition of the same statement, such as one on the version that was approved.
         :param values: other attributes to set if, and only if, the transition is won; values or SQL expressions.
-        :return: True if this call moved the row; False is a lost race, not an error.
+        :return: True if this call moved the row; False is a lost race, not an error. A run whose expiry has passed is
+         moved to its lifecycle's expired status only.
         :raises UndeclaredTransition: before any SQL, for an edge that the machine does not declare.
+        :raises FrozenPayload: before any SQL, for values that a status to be left keeps frozen.
         :raises TransactionConflict: where another transaction won under REPEATABLE READ or SERIALIZABLE; retry
          the whole transaction.
         """
@@ -131,14 +143,16 @@ class StatusMachine(Machine[StatusT]):
         sources = self._sources(entity, to, from_)
         table: Any = status.table
         rows = Rows(entity, table)
-        also: Mapping[str, Any] = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
+        hook = entity if issubclass(entity, TransitionHook) else None
+        also: Mapping[str, Any] = {} if hook is None else hook.__on_transition__(to)
         changed = {rows.column(name): value for name, value in also.items()}
-        changed |= {**assignments(rows, status, values or {}), status: to}
+        changed |= {**assignments(rows, status, values or {}, sources), status: to}
         require_postgresql(session.get_bind(rows.mapper))
         session.flush()
         identity = rows.identity(ident)
         locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
-        statement = rows.update(locking, changed).returning(*rows.key, *changed)
+        until = None if hook is None else hook.__until__(rows, sources, to)
+        statement = rows.update(locking, changed, until=until).returning(*rows.key, *changed)
         with translated():
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
             row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
@@ -225,10 +239,14 @@ class StatusMachine(Machine[StatusT]):
         return next(iter(self._served)), run_or_ident
 
 
-def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
+def assignments(
+    rows: Rows[Any], status: Column[Any], values: Mapping[str, Any], sources: Collection[StrEnum]
+) -> dict[Column[Any], Any]:
     """Return what a caller sets along with a transition, by column.
 
+    :param sources: the statuses that the transition may leave.
     :raises UsageError: for the status, the key, or what only the library writes.
+    :raises FrozenPayload: for what is frozen in one of ``sources``.
     """
     reserved: AbstractSet[str] = rows.entity.__reserved__ if issubclass(rows.entity, TransitionHook) else frozenset()
     columns = {rows.column(name): value for name, value in values.items()}
@@ -238,6 +256,8 @@ def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any])
             raise UsageError(
                 f"{rows.entity.__name__}.{name} is not set along with a transition; leave it out of values."
             )
+    if issubclass(rows.entity, TransitionHook):
+        rows.entity.__on_values__(values, sources)
     return columns
 
 

@@ -71,7 +71,7 @@ class Verbs(Generic[RunT]):
         _check_limit(limit)
 
         def work(session: Session, connection: Connection) -> list[Holder[RunT]]:
-            connection.execute(self._reap, arguments(limit=limit))
+            self._sweep(connection, limit)
             rows = connection.execute(self._claim_due, arguments(owner=self.owner, limit=limit)).all()
             return self._holders(session, connection, [self._lease(row) for row in rows])
 
@@ -129,7 +129,7 @@ class Verbs(Generic[RunT]):
         identity = self.runs.identity(ident)
 
         def work(session: Session, connection: Connection) -> RunT | None:
-            connection.execute(self._heal, self.runs.parameters(identity))
+            self._mend(connection, self.runs.parameters(identity))
             return next(iter(self._load(session, [identity]).values()), None)
 
         return self.store.execute(work)
@@ -142,13 +142,12 @@ class Verbs(Generic[RunT]):
     def heal(self, ident: object) -> bool:
         """See :meth:`.Runs.heal`."""
         parameters = self.runs.parameters(self.runs.identity(ident))
-        return self.store.execute(lambda _, connection: connection.execute(self._heal, parameters).first() is not None)
+        return self.store.execute(lambda _, connection: self._mend(connection, parameters))
 
     def reap(self, limit: int) -> int:
         """See :meth:`.Runs.reap`."""
         _check_limit(limit)
-        parameters = arguments(limit=limit)
-        return self.store.execute(lambda _, connection: len(connection.execute(self._reap, parameters).all()))
+        return self.store.execute(lambda _, connection: self._sweep(connection, limit))
 
     def requeue(self, ident: object) -> bool:
         """See :meth:`.Runs.requeue`."""
@@ -207,6 +206,22 @@ class Verbs(Generic[RunT]):
 
     # the parts
 
+    def _sweep(self, connection: Connection, limit: int) -> int:
+        parameters = arguments(limit=limit)
+        swept = len(connection.execute(self._reap, parameters).all())
+        if self.runs.lifecycle.expired is not None:
+            swept += len(connection.execute(self._expire, parameters).all())
+        return swept
+
+    def _mend(self, connection: Connection, parameters: dict[str, Any]) -> bool:
+        healed = connection.execute(self._heal, parameters).first() is not None
+        return self._expire_if_overdue(connection, parameters) or healed
+
+    def _expire_if_overdue(self, connection: Connection, parameters: dict[str, Any]) -> bool:
+        if self.runs.lifecycle.expired is None:
+            return False
+        return connection.execute(self._expire_one, parameters).first() is not None
+
     def _take(self, identity: Ident, *, run_now: bool) -> Holder[RunT] | Outcome:
         def work(session: Session, connection: Connection) -> Holder[RunT] | Outcome:
             holder = self._claim(session, connection, identity, run_now=run_now)
@@ -230,7 +245,10 @@ class Verbs(Generic[RunT]):
         connection.execute(self._heal_waiting, key)
         statement = self._claim_now if run_now else self._claim_if_due
         row = connection.execute(statement, {**key, **arguments(owner=self.owner)}).one_or_none()
-        return None if row is None else self._holders(session, connection, [self._lease(row)])[0]
+        if row is None:
+            self._expire_if_overdue(connection, key)
+            return None
+        return self._holders(session, connection, [self._lease(row)])[0]
 
     def _look(self, connection: Connection, identity: Ident) -> AnyRow:
         row = connection.execute(self.store.look, self.runs.parameters(identity)).one_or_none()
@@ -308,6 +326,14 @@ class Verbs(Generic[RunT]):
     @cached_property
     def _reap(self) -> Any:
         return reap.reap(self.runs)
+
+    @cached_property
+    def _expire(self) -> Any:
+        return reap.expire(self.runs)
+
+    @cached_property
+    def _expire_one(self) -> Any:
+        return reap.expire_one(self.runs)
 
     @cached_property
     def _requeue(self) -> Any:
