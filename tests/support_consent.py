@@ -18,7 +18,7 @@ class Status(StrEnum):
     """Names and values differ, so that whatever is stored or compared by name shows."""
 
     DRAFT = "a draft"
-    PENDING = "asked for"
+    PENDING = "asked 'for' 100%"
     APPROVED = "may start"
     EXECUTING = "under way"
     EXECUTED = "all done"

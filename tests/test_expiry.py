@@ -365,7 +365,7 @@ def test_the_helper_for_tests_lets_an_expiry_have_passed(
 def test_the_helper_for_tests_says_what_cannot_expire(engine: Engine, session_factory: sessionmaker[Session]) -> None:
     ident = add_consent(engine, Status.DRAFT)
     with session_factory() as session:
-        with pytest.raises(RunNotFound, match=r"no Consent with the key \(1,\) is asked for, may start"):
+        with pytest.raises(RunNotFound, match=r"no Consent with the key \(1,\) is asked 'for' 100%, may start"):
             expire(session, Consent, ident)
         with pytest.raises(UsageError, match="Plan does not expire; add ExpiryMixin"):
             expire(session, Plan, ident)

@@ -296,7 +296,7 @@ def test_the_index_follows_the_convention_and_stands_once_beside_the_others(
     ((indexname, definition),) = found
     assert indexname == name
     assert "'may start'" in definition
-    assert "'asked for'" in definition
+    assert "'asked ''for'' 100%'" in definition
 
 
 def test_a_siblings_overdue_run_is_left_alone(bare: Engine) -> None:
