@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, func, select, update
+from sqlalchemy import Connection, Engine, create_engine, event, func, select, update
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Runs, TransactionConflict
+from sqla_durable import FrozenPayload, Runs, TransactionConflict
+from sqla_durable.testing import lapse
 from tests.support import Background, blocked_backends, eventually, wait_until_blocked
 from tests.support_consent import (
     AHEAD,
@@ -268,3 +270,80 @@ def test_of_an_approval_and_a_sweep_at_the_same_time_one_wins(engine: Engine, gr
         sweeping.reap()
         assert status_of(engine, ident) is Status.EXPIRED
         assert not granting.approve(ident)
+
+
+# all at once
+
+
+class Crowd:
+    """What goes on in a busy table: each method is one turn of one of its users."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.factory = sessionmaker(engine)
+        self.consents: Runs[Consent] = Runs(self.factory, Consent, ConsentStep)
+        self.swept = self.approved = 0
+
+    def sweep(self) -> None:
+        self.swept += self.consents.reap(40)
+
+    def claim_and_die(self) -> None:
+        self.consents.claim_due(30)
+        with self.factory.begin() as session:
+            running = select(Consent.id).where(Consent.status == Status.EXECUTING).order_by(Consent.id)
+            for ident in session.scalars(running.with_for_update(skip_locked=True)).all():
+                lapse(session, Consent, ident)
+
+    def approve(self) -> None:
+        with self.factory() as session:
+            pending = session.scalars(select(Consent.id).where(Consent.status == Status.PENDING).limit(20)).all()
+        for ident in pending:
+            with self.factory.begin() as session:
+                soon = {"expires_at": func.clock_timestamp() + 0.02 * SECOND}
+                target = Consent, ident
+                self.approved += consent_statuses.transition(session, target, Status.APPROVED, values=soon)
+
+    def ask_again(self) -> None:
+        with self.factory.begin() as session:
+            expired = select(Consent.id).where(Consent.status == Status.EXPIRED).with_for_update(skip_locked=True)
+            again = {Consent.status: Status.PENDING, Consent.finished_at: None, Consent.expires_at: None}
+            session.execute(update(Consent).where(Consent.id.in_(expired)).values(again))
+
+    def edit(self) -> None:
+        with self.factory() as session, suppress(FrozenPayload):
+            for consent in session.scalars(select(Consent).order_by(Consent.id).limit(20)):
+                consent.actions = [*consent.actions[-3:], self.swept]
+            session.commit()
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_sweepers_claimers_approvers_and_editors_of_the_same_rows_never_deadlock(
+    engine: Engine, seconds: float
+) -> None:
+    for _ in range(200):
+        add_consent(engine)
+    busy = create_engine(engine.url, pool_size=8)
+    deadlocks: list[Any] = []
+    event.listen(busy, "handle_error", lambda context: deadlocks.append(context.original_exception))
+    crowd = Crowd(busy)
+    until = time.monotonic() + seconds
+
+    def keep(turn: Callable[[], None]) -> None:
+        while time.monotonic() < until:
+            turn()
+
+    turns = (
+        crowd.sweep,
+        crowd.sweep,
+        crowd.claim_and_die,
+        crowd.claim_and_die,
+        crowd.approve,
+        crowd.ask_again,
+        crowd.edit,
+    )
+    for worker in [Background(lambda turn=turn: keep(turn)) for turn in turns]:
+        worker.join(seconds)
+        worker.result()
+    busy.dispose()
+    assert deadlocks == []
+    assert crowd.swept > 0
+    assert crowd.approved > 0
