@@ -29,8 +29,8 @@ class Lifecycle(Generic[StatusT]):
     :param dead: where a run lands that has used up its attempts; ``failed`` where not named.
     :param cancelled: where a run lands that someone asked to cancel; without it a run cannot be cancelled.
     :param timed_out: where a run lands that ran past its deadline.
-    :param expired: what becomes of a run whose :attr:`.ExpiryMixin.expires_at` has passed; the statuses that can expire
-     are those with an edge to this one.
+    :param expired: what becomes of a run whose ``expires_at`` has passed, the column of :class:`.ExpiryMixin`; the
+     statuses that can expire are those with an edge to this one.
     :param frozen: the attributes, of the root table, that only a draft may change: a run in a status that leads to
      ``ready`` and cannot be come back to from there.
     :param lapsed: what becomes of a run whose holder died: ``ready``, the default, or another status.

@@ -339,6 +339,29 @@ def test_a_step_that_changes_the_payload_of_its_run_has_no_effect_and_fails_it(
     assert (row.actions, row.note) == (["a"], None)
 
 
+def test_a_conflict_over_a_draft_inside_a_step_has_the_step_tried_again(engine: Engine) -> None:
+    ident, other = consent_in(engine, Status.APPROVED), consent_in(engine, Status.PENDING)
+    keeping = create_engine(engine.url, isolation_level="REPEATABLE READ")
+    seen: list[Status] = []
+
+    def body(session: Session) -> None:
+        consent = session.get_one(Consent, other)
+        seen.append(consent.status)
+        if len(seen) == 1:
+            with Session(engine) as approver, approver.begin():
+                assert consent_statuses.transition(approver, (Consent, other), Status.APPROVED)
+        consent.actions = ["b"]
+
+    def carry_out(run: Run[Consent]) -> None:
+        with pytest.raises(FrozenPayload):
+            run.step("only", body)
+
+    Runs(sessionmaker(keeping), Consent, ConsentStep).execute(ident, carry_out)
+    keeping.dispose()
+    assert seen == [Status.PENDING, Status.APPROVED]
+    assert stored(engine, other).actions == ["a"]
+
+
 def test_the_whole_life_of_a_run_leaves_its_payload_alone(
     engine: Engine, session_factory: sessionmaker[Session], consents: Runs[Consent]
 ) -> None:
