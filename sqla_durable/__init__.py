@@ -10,6 +10,7 @@ from sqla_durable.exc import (
     ConfigurationError,
     DatabaseUnavailable,
     DurableError,
+    FrozenPayload,
     HolderError,
     KeyConflict,
     LostLease,
@@ -28,6 +29,7 @@ from sqla_durable.exc import (
     UsageError,
 )
 from sqla_durable.execution import Ending, Outcome
+from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
@@ -47,7 +49,9 @@ __all__ = [
     "DurableError",
     "Effect",
     "Ending",
+    "ExpiryMixin",
     "Failure",
+    "FrozenPayload",
     "HolderError",
     "KeyConflict",
     "KeyMixin",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, String, Update, func, select, true, union_all
+from sqlalchemy import Column, ColumnElement, String, Update, func, or_, select, true, union_all
 
 from sqla_durable import clock
 from sqla_durable.priority import HIGHEST, LOWEST
-from sqla_durable.reap import reap
+from sqla_durable.reap import expire, reap
 from sqla_durable.rows import AnySelect, at_most, bound, constant
 from sqla_durable.run import RunRows
 
@@ -22,11 +22,12 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
     :param run_now: claim a run that is not due, too.
     """
     locking = runs.lock(runs.matches(), *claimable(runs, run_now=run_now))
-    return runs.update(locking, _claimed(runs)).returning(*runs.key, runs.fence, runs.attempts)
+    until = runs.until(runs.lifecycle.ready)
+    return runs.update(locking, _claimed(runs), until=until).returning(*runs.key, runs.fence, runs.attempts)
 
 
 def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
-    """Reap what has lapsed, then claim up to ``limit`` due runs in one statement, those due for longest first.
+    """Reap what has lapsed or expired, then claim up to ``limit`` due runs in one statement, due for longest first.
 
     Where runs have a priority, those of a higher one come first.
 
@@ -37,13 +38,15 @@ def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
      which they were due; a single one without a run where there was none to claim.
     """
     reaped = reap(runs, limit).cte("reaped")
+    expired = [] if runs.lifecycle.expired is None else [expire(runs, limit).cte("expired")]
     claimed = runs.update(_first_due(runs, limit), _claimed(runs)).returning(*runs.table.columns).cte("claimed")
     count = select(func.count().label("reaped")).select_from(reaped).subquery("counted")
     # UPDATE ... RETURNING does not keep the order of the rows that were locked.
     order: list[ColumnElement[Any]] = [claimed.c[column.key] for column in (runs.available_at, *runs.key)]
     if runs.priority is not None:
         order.insert(0, claimed.c[runs.priority.key].desc())
-    return select(count.c.reaped, *claimed.c).select_from(count.outerjoin(claimed, true())).order_by(*order)
+    found = select(count.c.reaped, *claimed.c).select_from(count.outerjoin(claimed, true()))
+    return found.add_cte(*expired).order_by(*order)
 
 
 def _first_due(runs: RunRows[Any], limit: int) -> AnySelect:
@@ -65,7 +68,9 @@ def _due_for_longest(runs: RunRows[Any], limit: int, *conditions: ColumnElement[
 def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:
     """The conditions that a run may be claimed."""
     due = [] if run_now else [runs.available_at <= clock.now()]
-    return [runs.in_status(runs.lifecycle.ready), *due]
+    until = runs.until(runs.lifecycle.ready)
+    unexpired = [] if until is None else [or_(until.is_(None), until > clock.now())]
+    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired]
 
 
 def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:

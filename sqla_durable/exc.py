@@ -6,6 +6,7 @@
      +-- ConfigurationError      a declaration that cannot work; raised while a class or helper is defined
      +-- UsageError              a call that cannot be right; nothing of it is committed
      |    +-- UndeclaredTransition   an edge the status machine does not have
+     |    +-- FrozenPayload          a change of what is frozen, in a run that is no draft any more
      |    +-- RunNotFound            no such run, or not one of this class
      |    +-- KeyConflict            an idempotency key that belongs to a run with another payload
      |    +-- RunInFlight            another run of the group is in flight
@@ -49,6 +50,10 @@ class UsageError(DurableError):
 
 class UndeclaredTransition(UsageError):
     """A transition along an edge that the status machine does not declare, refused before any SQL."""
+
+
+class FrozenPayload(UsageError):
+    """An attribute that ``Lifecycle(frozen=...)`` names would change in a run that is no draft any more."""
 
 
 class RunNotFound(UsageError):

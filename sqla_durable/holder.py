@@ -272,7 +272,7 @@ class Holder(Generic[RunT]):
 
     def land(self, to: StrEnum, values: Mapping[str, Any], failure: Failure | None = None) -> None:
         """Move the run to a terminal status, in one fenced statement."""
-        changed = assignments(self.store.runs, self.store.runs.status, values)
+        changed = assignments(self.store.runs, self.store.runs.status, values, [self.store.runs.lifecycle.running])
         self._end(fence.land(self.store.runs, to, changed, failed=failure is not None), failure)
 
     def release(self, failure: Failure | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
@@ -28,6 +29,10 @@ class Lifecycle(Generic[StatusT]):
     :param dead: where a run lands that has used up its attempts; ``failed`` where not named.
     :param cancelled: where a run lands that someone asked to cancel; without it a run cannot be cancelled.
     :param timed_out: where a run lands that ran past its deadline.
+    :param expired: what becomes of a run whose ``expires_at`` has passed, the column of :class:`.ExpiryMixin`; the
+     statuses that can expire are those with an edge to this one.
+    :param frozen: the attributes, of the root table, that only a draft may change: a run in a status that leads to
+     ``ready`` and cannot be come back to from there.
     :param lapsed: what becomes of a run whose holder died: ``ready``, the default, or another status.
     :param lease: for how long a holder is presumed alive after its last sign of life. Heartbeats come every third.
     :param retry: how often a run may be started, and how long it waits in between.
@@ -53,6 +58,8 @@ class Lifecycle(Generic[StatusT]):
     dead: StatusT | None = None
     cancelled: StatusT | None = None
     timed_out: StatusT | None = None
+    expired: StatusT | None = None
+    frozen: Collection[str] = ()
     lapsed: StatusT | None = None
     lease: timedelta = timedelta(seconds=120)
     retry: Retry = field(default_factory=Retry)
@@ -65,7 +72,8 @@ class Lifecycle(Generic[StatusT]):
         self._check_durations()
         self._check_group()
         self._check_edges()
-        for role in ("done", "failed", "dead", "cancelled", "timed_out"):
+        self._check_expiry()
+        for role in ("done", "failed", "dead", "cancelled", "timed_out", "expired"):
             status: StatusT | None = getattr(self, role)
             if status is not None and status not in self.machine.terminal:
                 raise ConfigurationError(
@@ -74,6 +82,8 @@ class Lifecycle(Generic[StatusT]):
                 )
         if living := sorted(status.value for status in self.requeue if status not in self.machine.terminal):
             raise ConfigurationError(f"Lifecycle(requeue=): {', '.join(living)} is not terminal; use its edges.")
+        if isinstance(self.frozen, str):
+            raise ConfigurationError(f"Lifecycle(frozen={self.frozen!r}): pass a tuple of names, ({self.frozen!r},).")
 
     @property
     def lapses_to(self) -> StatusT:
@@ -84,6 +94,19 @@ class Lifecycle(Generic[StatusT]):
     def spent(self) -> StatusT:
         """Where a run lands that has used up its attempts."""
         return self.failed if self.dead is None else self.dead
+
+    @property
+    def expirable(self) -> frozenset[StatusT]:
+        """The statuses from which a run can expire."""
+        return frozenset() if self.expired is None else self.machine.sources(self.expired)
+
+    @property
+    def drafts(self) -> frozenset[StatusT]:
+        """The statuses in which the frozen attributes may still change."""
+        settled = self.machine.reachable(self.ready)
+        return frozenset(
+            s for s in self.machine.statuses if s not in settled and self.ready in self.machine.reachable(s)
+        )
 
     @property
     def releases(self) -> bool:
@@ -126,6 +149,22 @@ class Lifecycle(Generic[StatusT]):
             raise ConfigurationError(
                 f"Lifecycle(one_in_flight={names!r}): name at least one attribute, and each only once. For one run at "
                 "a time of the whole class, name an attribute that is the same in all of them."
+            )
+
+    def _check_expiry(self) -> None:
+        if self.expired is None:
+            return
+        if not isinstance(self.expired, self.machine.statuses):
+            raise ConfigurationError(f"Lifecycle: {self.expired!r} is not a status of {self.machine!r}.")
+        if not self.expirable:
+            raise ConfigurationError(
+                f"Lifecycle(expired={self.expired.value}): no edge of {self.machine!r} leads there; declare one from "
+                "each status that can expire."
+            )
+        if self.running in self.expirable:
+            raise ConfigurationError(
+                f"Lifecycle(expired={self.expired.value}): {self.running.value} -> {self.expired.value} is declared, "
+                "but a run under way does not expire; remove that edge."
             )
 
     def _check_edges(self) -> None:

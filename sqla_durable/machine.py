@@ -43,6 +43,10 @@ class Machine(Generic[StatusT]):
         """Return the statuses from which an edge leads to ``to``."""
         return frozenset(status for status, following in self.transitions.items() if to in following)
 
+    def reachable(self, status: StatusT) -> frozenset[StatusT]:
+        """Return the statuses that a row in ``status`` can still come to be in, ``status`` among them."""
+        return frozenset(_closure({status}, self.transitions))
+
     def check_edge(self, from_: StatusT, to: StatusT) -> None:
         """Raise :class:`.UndeclaredTransition` unless the edge ``from_`` → ``to`` is declared."""
         self.check_status(from_)

@@ -1,4 +1,4 @@
-"""What becomes of runs without a living holder: reaped in bulk or one by one, requeued, cancelled."""
+"""What becomes of runs without a living holder: reaped or expired in bulk or one by one, requeued, cancelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Column, ColumnElement, Text, Update, and_, case, cast, func, null
 from sqlalchemy.dialects.postgresql import JSONB
 
-from sqla_durable import clock
+from sqla_durable import clock, expiry
 from sqla_durable.fence import remember
 from sqla_durable.rows import AnySelect, at_most
 from sqla_durable.run import RunRows
@@ -36,8 +36,26 @@ def reap(runs: RunRows[Any], limit: int) -> Update:
     return _reap(runs, locking.order_by(runs.started_at).limit(at_most(limit)), "lapsed")
 
 
+def overdue(runs: RunRows[Any]) -> ColumnElement[bool]:
+    """The run is in a status that can expire, and its expiry has passed on the database clock."""
+    return and_(expiry.can_expire(runs.status, runs.lifecycle), runs.column("expires_at") <= clock.now())
+
+
+def expire(runs: RunRows[Any], limit: int) -> Update:
+    """Expire up to ``limit`` runs, those whose expiry passed first."""
+    locking = runs.lock(overdue(runs), skip_locked=True)
+    return _expire(runs, locking.order_by(runs.column("expires_at")).limit(at_most(limit)), "overdue")
+
+
+def expire_one(runs: RunRows[Any]) -> Update:
+    """Expire the run with the given key if its expiry has passed, unless its row is locked."""
+    return _expire(runs, runs.lock(runs.matches(), overdue(runs), skip_locked=True))
+
+
 def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
     """Give a terminal run another life: ready, attempts reset, fence kept, lease, error and times cleared.
+
+    An expiry that has passed is cleared too, as the run would expire at once; one to come still stands.
 
     :param notify: whether workers that listen are told of it.
     """
@@ -56,13 +74,20 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
         runs.available_at: clock.stamp(),
         **dict.fromkeys(cleared, null()),
     }
+    if runs.until(runs.lifecycle.ready) is not None:
+        expires_at = runs.column("expires_at")
+        changes[expires_at] = case((expires_at > clock.stamp(), expires_at))
     requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
     return requeued.returning(*changes, *(runs.notices() if notify else ()))
 
 
 def request_cancel(runs: RunRows[Any]) -> Update:
-    """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once."""
+    """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once.
+
+    A run whose expiry has passed is not asked: it leaves its status for expired only.
+    """
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
+    living = [status for status in machine.transitions if status not in machine.terminal]
     changes: dict[Column[Any], Any] = {
         runs.cancel_requested_at: func.coalesce(runs.cancel_requested_at, clock.stamp()),
     }
@@ -73,7 +98,18 @@ def request_cancel(runs: RunRows[Any]) -> Update:
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
-    return runs.update(runs.lock(runs.matches(), runs.in_flight()), changes).returning(*runs.key, *changes)
+    locking = runs.lock(runs.matches(), runs.in_flight())
+    return runs.update(locking, changes, until=runs.until(*living)).returning(*runs.key, *changes)
+
+
+def _expire(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:
+    expired: Any = runs.lifecycle.expired
+    changes: dict[Column[Any], Any] = {
+        runs.status: runs.constant(expired),
+        runs.lease_owner: null(),  # of a holder that was reaped, and might have resumed
+        runs.finished_at: clock.stamp(),
+    }
+    return runs.update(locking, changes, name).returning(*runs.key)
 
 
 def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:

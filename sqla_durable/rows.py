@@ -34,6 +34,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import UnmappedColumnError
 from sqlalchemy.types import TypeEngine
 
+from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
 
 EntityT = TypeVar("EntityT")
@@ -221,7 +222,14 @@ class Rows(Generic[EntityT]):
             .with_for_update(key_share=True, of=self.table, skip_locked=skip_locked)
         )
 
-    def update(self, locking: AnySelect, values: Mapping[Column[Any], Any], name: str = "target") -> Update:
+    def update(
+        self,
+        locking: AnySelect,
+        values: Mapping[Column[Any], Any],
+        name: str = "target",
+        *,
+        until: ColumnElement[Any] | None = None,
+    ) -> Update:
         """Update the rows that ``locking``, made by :meth:`lock`, selected.
 
         The assignments stand in the outer statement, where they are evaluated after the lock: in a plain conditional
@@ -230,13 +238,19 @@ class Rows(Generic[EntityT]):
         many rows. Columns with an ``onupdate`` are set to themselves, as it would fire here too.
 
         :param name: the CTE's, where a statement has several.
+        :param until: an instant of the row that must lie ahead, or be NULL, once the row is locked. The CTE returns
+         what it has locked, and its output is filtered after the wait; its own conditions are from before it, and a
+         condition on the table in the outer statement may be, too.
         """
+        if until is not None:
+            locking = locking.add_columns(until.label("until"))
         target = locking.cte(name).prefix_with("MATERIALIZED")
         pairs = zip(self.key, self.key_names, strict=True)
         return (
             update(self.table)
             .values({**self.untouched(), **values})
             .where(*(column == target.c[name] for column, name in pairs))
+            .where(*([] if until is None else [or_(target.c.until.is_(None), target.c.until > clock.stamp())]))
         )
 
     def untouched(self) -> dict[Column[Any], Any]:

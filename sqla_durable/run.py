@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
 from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
-from sqla_durable import clock
+from sqla_durable import clock, expiry, frozen
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
@@ -86,6 +86,18 @@ class RunMixin(LeaseMixin, TransitionHook):
     def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
         return RunRows(cls).notices() if to == cls.__lifecycle__.ready else ()
 
+    @classmethod
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
+        frozen.refuse(cls, cls.__lifecycle__, values, sources)
+        if cls.__lifecycle__.expired is not None:
+            expiry.refuse_naive(values.get("expires_at"))
+
+    @classmethod
+    def __until__(cls, rows: Rows[Any], sources: Collection[StrEnum], to: StrEnum) -> ColumnElement[Any] | None:
+        lifecycle = cls.__lifecycle__
+        status = lifecycle.machine.column_of(cls)
+        return None if to == lifecycle.expired else expiry.until(rows, status, lifecycle, sources)
+
 
 RunT = TypeVar("RunT", bound=RunMixin)
 
@@ -113,6 +125,10 @@ class RunRows(Rows[RunT]):
         self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
         self.priority = self.column("priority") if prioritized else None
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
+
+    def until(self, *sources: StrEnum) -> ColumnElement[Any] | None:
+        """Until when a run may leave one of ``sources``. See :func:`.expiry.until`."""
+        return expiry.until(self, self.status, self.lifecycle, sources)
 
     def constant(self, status: StrEnum) -> ColumnElement[Any]:
         """Return ``status`` as a constant in the SQL text. See :func:`.rows.constant`."""
@@ -162,10 +178,12 @@ def _configure(mapper: Mapper[Any]) -> None:
     if not isinstance(getattr(cls, "__lifecycle__", None), Lifecycle):
         raise ConfigurationError(f"{cls.__name__} is a run and needs __lifecycle__ = Lifecycle(...).")
     rows: RunRows[Any] = RunRows(cls)
+    expiry.configure(rows, rows.status, rows.lifecycle)
     _refuse_other_types(rows)
     _refuse_moving_group(rows)
     rows.lifecycle.machine.serves(cls)
     event.listen(cls, "before_update", _keep_lease, propagate=True)
+    frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
     set_fillfactor(rows.table, _FILLFACTOR)
 
@@ -175,7 +193,10 @@ def _refuse_other_types(rows: RunRows[Any]) -> None:
     wanted: dict[type[Any], tuple[str, ...]] = {
         Integer: ("fence", "attempts"),
         String: ("lease_owner",),
-        DateTime: ("lease_expires_at", "available_at", "cancel_requested_at", "started_at", "finished_at"),
+        DateTime: (
+            *("lease_expires_at", "available_at", "cancel_requested_at", "started_at", "finished_at"),
+            *(() if rows.lifecycle.expired is None else ("expires_at",)),
+        ),
         JSON: ("error", "failures"),
     }
     for kind, names in wanted.items():

@@ -195,14 +195,14 @@ class Runs(Generic[RunT]):
 
         :param ident: the primary key, as :meth:`~sqlalchemy.orm.Session.get` takes it, or the loaded object.
         :param run_now: claim a run that is not due, too.
-        :return: the claimed run, or None: another holder has it, or it is not ready, or not due.
+        :return: the claimed run, or None: another holder has it, or it is not ready, or not due, or has expired.
         :raises RunNotFound: where there is no such run.
         """
         holder = self._verbs.claim(ident, run_now=run_now)
         return None if holder is None else Run(holder)
 
     def claim_due(self, limit: int) -> list[Run[RunT]]:
-        """Claim up to ``limit`` due runs, those due for longest first; lapsed ones are reaped before.
+        """Claim up to ``limit`` due runs, those due for longest first; lapsed and overdue ones are reaped before.
 
         While :meth:`execute` carries one of them out, the leases of all of them are kept alive.
 
@@ -259,7 +259,7 @@ class Runs(Generic[RunT]):
     # reading and healing
 
     def get(self, ident: object) -> RunT | None:
-        """Read a run, having healed it if its lease has lapsed; the object is detached."""
+        """Read a run, having healed it if its lease has lapsed or its expiry has passed; the object is detached."""
         return self._verbs.get(ident)
 
     def receipts(self, ident: object) -> tuple[Receipt, ...]:
@@ -267,15 +267,20 @@ class Runs(Generic[RunT]):
         return self._verbs.receipts(ident)
 
     def heal(self, ident: object) -> bool:
-        """Turn a lapsed run into what its lifecycle says; True if this call did."""
+        """Turn a lapsed or overdue run into what its lifecycle says; True if this call did."""
         return self._verbs.heal(ident)
 
     def reap(self, limit: int = 100) -> int:
-        """Heal up to ``limit`` lapsed runs, those started first; return how many."""
+        """Heal up to ``limit`` lapsed runs, those started first, and expire as many overdue ones; return how many.
+
+        A row that is locked is skipped. A lapsed run that goes back to ready can be overdue there, and counts twice.
+        """
         return self._verbs.reap(limit)
 
     def requeue(self, ident: object) -> bool:
         """Give a terminal run another life: ready, attempts reset, fence and successful receipts kept.
+
+        An expiry that has passed is cleared, as the run would expire at once; one that is still to come stands.
 
         :return: True if this call did; False where the run is not in a status that ``Lifecycle(requeue=...)`` names.
         :raises UsageError: where the lifecycle names none.
@@ -313,7 +318,8 @@ class Runs(Generic[RunT]):
 
         A ready run lands at once where its machine declares that edge; a running one at its next step or heartbeat.
 
-        :return: True if the request stands; False where the run is terminal already, and unchanged.
+        :return: True if the request stands; False where the run is terminal already, or its expiry has passed: then
+         it is unchanged.
         :raises UsageError: where the lifecycle names no cancelled status.
         :raises TransactionConflict: retry the whole transaction.
         """

@@ -43,6 +43,16 @@ class TransitionHook:
         """Return what else the statement of a won transition to ``to`` returns, for its effect."""
         raise NotImplementedError
 
+    @classmethod
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
+        """Raise to refuse what a caller sets along with a transition that leaves one of ``sources``."""
+        raise NotImplementedError
+
+    @classmethod
+    def __until__(cls, rows: Rows[Any], sources: Collection[StrEnum], to: StrEnum) -> ColumnElement[Any] | None:
+        """Return until when a row may leave one of ``sources`` for ``to``; see :meth:`.Rows.update`."""
+        raise NotImplementedError
+
 
 class StatusMachine(Machine[StatusT]):
     """A :class:`.Machine` that knows its column and how a row moves from one status to the next.
@@ -123,10 +133,12 @@ class StatusMachine(Machine[StatusT]):
         :param to: the status to move to.
         :param from\_: the status, or statuses, to leave; by default every one that has an edge to ``to``, except the
          running status of a run, whose holder would lose it.
-        :param where: a further condition of the same statement, such as an expiry on the database clock.
+        :param where: a further condition of the same statement, such as one on the version that was approved.
         :param values: other attributes to set if, and only if, the transition is won; values or SQL expressions.
-        :return: True if this call moved the row; False is a lost race, not an error.
+        :return: True if this call moved the row; False is a lost race, not an error. A run whose expiry has passed is
+         moved to its lifecycle's expired status only.
         :raises UndeclaredTransition: before any SQL, for an edge that the machine does not declare.
+        :raises FrozenPayload: before any SQL, for values that a status to be left keeps frozen.
         :raises TransactionConflict: where another transaction won under REPEATABLE READ or SERIALIZABLE; retry
          the whole transaction.
         """
@@ -136,16 +148,17 @@ class StatusMachine(Machine[StatusT]):
         sources = self._sources(entity, to, from_)
         table: Any = status.table
         rows = Rows(entity, table)
-        also: Mapping[str, Any] = entity.__on_transition__(to) if issubclass(entity, TransitionHook) else {}
+        hook = entity if issubclass(entity, TransitionHook) else None
+        also: Mapping[str, Any] = {} if hook is None else hook.__on_transition__(to)
         changed = {rows.column(name): value for name, value in also.items()}
-        changed |= {**assignments(rows, status, values or {}), status: to}
+        changed |= {**assignments(rows, status, values or {}, sources), status: to}
         require_postgresql(session.get_bind(rows.mapper))
         session.flush()
         identity = rows.identity(ident)
         locking = rows.lock(rows.matches(), status.in_(sources), *(() if where is None else (where,)))
-        hooked = issubclass(entity, TransitionHook) and not session.twophase
-        arrival = entity.__on_arrival__(to) if hooked else ()
-        statement = rows.update(locking, changed).returning(*rows.key, *changed, *arrival)
+        until = None if hook is None else hook.__until__(rows, sources, to)
+        arrival = () if hook is None or session.twophase else hook.__on_arrival__(to)
+        statement = rows.update(locking, changed, until=until).returning(*rows.key, *changed, *arrival)
         with translated():
             connection = session.connection(bind_arguments={"mapper": rows.mapper})
             row: AnyRow = connection.execute(statement, rows.parameters(identity)).one_or_none()
@@ -239,10 +252,14 @@ def reserved_of(entity: type[Any]) -> frozenset[str]:
     return reserved.union(*(vars(base).get("__reserved__", ()) for base in entity.__mro__))
 
 
-def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
+def assignments(
+    rows: Rows[Any], status: Column[Any], values: Mapping[str, Any], sources: Collection[StrEnum]
+) -> dict[Column[Any], Any]:
     """Return what a caller sets along with a transition, by column.
 
+    :param sources: the statuses that the transition may leave.
     :raises UsageError: for the status, the key, or what only the library writes.
+    :raises FrozenPayload: for what is frozen in one of ``sources``.
     """
     reserved = reserved_of(rows.entity)
     columns = {rows.column(name): value for name, value in values.items()}
@@ -252,6 +269,8 @@ def assignments(rows: Rows[Any], status: Column[Any], values: Mapping[str, Any])
             raise UsageError(
                 f"{rows.entity.__name__}.{name} is not set along with a transition; leave it out of values."
             )
+    if issubclass(rows.entity, TransitionHook):
+        rows.entity.__on_values__(values, sources)
     return columns
 
 

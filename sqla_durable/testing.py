@@ -8,7 +8,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from sqla_durable import clock
-from sqla_durable.exc import RunNotFound
+from sqla_durable.exc import RunNotFound, UsageError
+from sqla_durable.machine import names_of
 from sqla_durable.run import RunMixin, RunRows
 
 
@@ -36,10 +37,24 @@ def make_due(session: Session, run: type[RunMixin], ident: object) -> None:
     _move(session, rows, ident, rows.available_at, rows.lifecycle.ready)
 
 
-def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, status: Any) -> None:
+def expire(session: Session, run: type[RunMixin], ident: object) -> None:
+    """Let the expiry of a run have passed one second ago; what finds it so has it expire.
+
+    :param session: the caller's session; nothing is committed here.
+    :param run: the run class.
+    :param ident: the primary key, or the loaded object.
+    :raises RunNotFound: where no such run is in a status that can expire.
+    """
+    rows: RunRows[Any] = RunRows(run)
+    if rows.lifecycle.expired is None:
+        raise UsageError(f"{run.__name__} does not expire; add ExpiryMixin and Lifecycle(expired=...).")
+    _move(session, rows, ident, rows.column("expires_at"), *rows.lifecycle.expirable)
+
+
+def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any) -> None:
     identity = rows.identity(ident)
     past = clock.stamp() - clock.interval(timedelta(seconds=1))
-    statement = rows.update(rows.lock(rows.matches(), rows.in_status(status)), {column: past}).returning(column)
+    statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), {column: past}).returning(column)
     connection = session.connection(bind_arguments={"mapper": rows.mapper})
     if connection.execute(statement, rows.parameters(identity)).first() is None:
-        raise RunNotFound(f"no {rows.entity.__name__} with the key {identity!r} is {status.value}.")
+        raise RunNotFound(f"no {rows.entity.__name__} with the key {identity!r} is {names_of(statuses)}.")

@@ -162,7 +162,7 @@ class Verbs(Generic[RunT]):
         identity = self.runs.identity(ident)
 
         def work(session: Session, connection: Connection) -> RunT | None:
-            connection.execute(self._heal, self.runs.parameters(identity))
+            self._mend(connection, self.runs.parameters(identity))
             return next(iter(self._load(session, [identity]).values()), None)
 
         return self.store.execute(work)
@@ -175,13 +175,12 @@ class Verbs(Generic[RunT]):
     def heal(self, ident: object) -> bool:
         """See :meth:`.Runs.heal`."""
         parameters = self.runs.parameters(self.runs.identity(ident))
-        return self.store.execute(lambda _, connection: connection.execute(self._heal, parameters).first() is not None)
+        return self.store.execute(lambda _, connection: self._mend(connection, parameters))
 
     def reap(self, limit: int) -> int:
         """See :meth:`.Runs.reap`."""
         _check_limit(limit)
-        statement = reap.reap(self.runs, limit)
-        return self.store.execute(lambda _, connection: len(connection.execute(statement).all()))
+        return self.store.execute(lambda _, connection: self._sweep(connection, limit))
 
     def requeue(self, ident: object) -> bool:
         """See :meth:`.Runs.requeue`."""
@@ -253,6 +252,21 @@ class Verbs(Generic[RunT]):
 
     # the parts
 
+    def _sweep(self, connection: Connection, limit: int) -> int:
+        swept = len(connection.execute(reap.reap(self.runs, limit)).all())
+        if self.runs.lifecycle.expired is not None:
+            swept += len(connection.execute(reap.expire(self.runs, limit)).all())
+        return swept
+
+    def _mend(self, connection: Connection, parameters: dict[str, Any]) -> bool:
+        healed = connection.execute(self._heal, parameters).first() is not None
+        return self._expire_if_overdue(connection, parameters) or healed
+
+    def _expire_if_overdue(self, connection: Connection, parameters: dict[str, Any]) -> bool:
+        if self.runs.lifecycle.expired is None:
+            return False
+        return connection.execute(self._expire_one, parameters).first() is not None
+
     def _take(self, identity: Ident, *, run_now: bool) -> Holder[RunT] | Outcome:
         def work(session: Session, connection: Connection) -> Holder[RunT] | Outcome:
             holder = self._claim(session, connection, identity, run_now=run_now)
@@ -276,7 +290,10 @@ class Verbs(Generic[RunT]):
         connection.execute(self._heal_waiting, key)
         statement = self._claim_now if run_now else self._claim_if_due
         row = connection.execute(statement, {**key, **arguments(owner=self.owner)}).one_or_none()
-        return None if row is None else self._holders(session, connection, [self._lease(row)])[0]
+        if row is None:
+            self._expire_if_overdue(connection, key)
+            return None
+        return self._holders(session, connection, [self._lease(row)])[0]
 
     def _look(self, connection: Connection, identity: Ident) -> AnyRow:
         row = connection.execute(self.store.look, self.runs.parameters(identity)).one_or_none()
@@ -393,6 +410,10 @@ class Verbs(Generic[RunT]):
     @cached_property
     def _heal_waiting(self) -> Any:
         return reap.heal(self.runs, skip_locked=False)
+
+    @cached_property
+    def _expire_one(self) -> Any:
+        return reap.expire_one(self.runs)
 
     @cached_property
     def _requeue(self) -> Any:

@@ -92,6 +92,10 @@ class Party:
         self.held.finish(note=self.name)
         return True
 
+    def _fail(self, ident: UUID) -> bool:
+        self.held.fail(ValueError(self.name))
+        return True
+
     def _release(self, ident: UUID) -> bool:
         self.held.release()
         return True

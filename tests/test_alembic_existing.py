@@ -123,3 +123,41 @@ def test_a_check_that_the_models_leave_unnamed_is_not_dropped(project: Project) 
     assert "plan_note_check" in {name for _, _, name, _ in project.catalogue()}
     project.alembic("revision --autogenerate -m nothing")
     assert "drop_constraint" not in project.migrations()[1]
+
+
+@pytest.mark.parametrize("convention", NAMED, ids=["none", "usual"])
+def test_a_run_that_comes_to_expire_gets_its_column_and_index_and_back(project: Project, convention: str) -> None:
+    project.models(convention)
+    for old, new in [
+        ('    FAILED = "failed"\n', '    FAILED = "failed"\n    EXPIRED = "expired"\n'),
+        ("PlanStatus.PENDING: {PlanStatus.READY}", "PlanStatus.PENDING: {PlanStatus.READY, PlanStatus.EXPIRED}"),
+        ("PlanStatus.READY: {PlanStatus.RUNNING}", "PlanStatus.READY: {PlanStatus.RUNNING, PlanStatus.EXPIRED}"),
+    ]:
+        project.change("app/models.py", old, new)
+    project.alembic("revision --autogenerate -m plans", "upgrade head", "check")
+    before = project.catalogue()
+    project.sql("INSERT INTO plan (id, status, note) SELECT id, 'it''s ready', 'kept' FROM generate_series(1, 1000) id")
+    for old, new in [
+        ("import Lifecycle", "import ExpiryMixin, Lifecycle"),
+        ("class Plan(RunMixin,", "class Plan(RunMixin, ExpiryMixin,"),
+        ("        lapsed=", '        expired=PlanStatus.EXPIRED,\n        frozen=("note",),\n        lapsed='),
+    ]:
+        project.change("app/models.py", old, new)
+    said = project.alembic("revision --autogenerate -m expiry", "upgrade head", "check")
+    assert NOTHING_NEW in said
+    upgrade, downgrade = project.migrations()[1].split("def downgrade()")
+    assert "durable" not in project.migrations()[1]
+    assert "sa.DateTime(timezone=True), nullable=True" in upgrade
+    assert "postgresql_where=sa.text(\"status IN ('it''s ready', 'pending')\")" in upgrade
+    assert upgrade.count("op.create_index") == downgrade.count("op.drop_index") == 1
+    assert project.sql("SELECT count(*) FROM plan WHERE expires_at IS NULL AND note = 'kept'") == [(1000,)]
+    migrated = project.catalogue()
+    assert {name for _, _, name, _ in migrated - before} == {"expires_at", "ix_plan_expires_at"}
+
+    project.alembic("downgrade -1")
+    assert project.catalogue() == before
+    project.alembic("upgrade head")
+    assert project.catalogue() == migrated
+    project.start_anew()
+    project.create_all()
+    assert project.catalogue() == migrated

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+from datetime import timedelta
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine, create_engine, update
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from sqla_durable import Cancelled, Ending, LostLease, RetryableError, Run, Runs, TransactionConflict, UsageError
+from sqla_durable import (
+    Cancelled,
+    Ending,
+    Lifecycle,
+    LostLease,
+    ReceiptMixin,
+    RetryableError,
+    Run,
+    RunMixin,
+    Runs,
+    TransactionConflict,
+    UsageError,
+)
+from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.support import (
     Plan,
     PlanStatus,
@@ -16,11 +33,20 @@ from tests.support import (
     approved_plan,
     column,
     entries,
+    eventually,
     let_lapse,
     plan_statuses,
     write_entry,
 )
-from tests.support_jobs import OneShot, OneShotStep, Stoppable, StoppableStatus, StoppableStep, add_jobs
+from tests.support_jobs import (
+    OneShot,
+    OneShotStep,
+    Stoppable,
+    StoppableStatus,
+    StoppableStep,
+    add_jobs,
+    stoppable_statuses,
+)
 from tests.support_statements import statements
 
 
@@ -299,3 +325,162 @@ def test_a_request_may_be_made_in_a_session_that_differs_from_the_helpers_by_its
     with Session(engine.execution_options(isolation_level="SERIALIZABLE")) as session, session.begin():
         assert plans.request_cancel(session, ident)
     assert column(engine, ident, "cancel_requested_at") is not None
+
+
+def test_a_run_that_was_asked_while_its_batch_waited_is_not_started(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    first, second = (approved_plan(session_factory) for _ in range(2))
+    batch = {run.lease.identity[0]: run for run in plans.claim_due(2)}
+
+    def carry_out(run: Run[Plan]) -> None:
+        assert request(session_factory, plans, second)
+        run.step("only", write_entry, "a")
+
+    assert plans.execute(batch[first], carry_out).status is PlanStatus.EXECUTED
+    outcome = plans.execute(batch[second], lambda run: pytest.fail("a run that was asked to be cancelled was started"))
+    assert (outcome.ending, outcome.status) == (Ending.LANDED, PlanStatus.CANCELLED)
+    assert entries(engine) == ["a"]
+
+
+@pytest.mark.parametrize("asked", ["before it lapsed", "after it lapsed"])
+@pytest.mark.parametrize("verb", ["execute", "claim", "claim_due", "reap", "heal", "get"])
+def test_a_dead_holders_run_that_was_asked_lands_without_its_body_being_run(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], claimed: Run[Plan], asked: str, verb: str
+) -> None:
+    ident = claimed.lease.identity[0]
+    claimed.step("first", write_entry, "a")
+    if asked == "before it lapsed":
+        assert request(session_factory, plans, ident)
+    let_lapse(session_factory, ident)
+    if asked == "after it lapsed":
+        assert request(session_factory, plans, ident)
+    {
+        "execute": lambda: plans.execute(ident, lambda run: pytest.fail("it was started")),
+        "claim": lambda: plans.claim(ident),
+        "claim_due": lambda: plans.claim_due(1),
+        "reap": plans.reap,
+        "heal": lambda: plans.heal(ident),
+        "get": lambda: plans.get(ident),
+    }[verb]()
+    with Session(engine) as session:
+        plan = session.get_one(Plan, ident)
+        assert (plan.status, plan.attempts, plan.fence) == (PlanStatus.CANCELLED, 1, 1)
+        assert (plan.lease_owner, plan.lease_expires_at) == (None, None)
+        assert plan.finished_at is not None
+    assert request(session_factory, plans, ident) is False
+    assert entries(engine) == ["a"]
+
+
+def test_a_request_needs_no_fence_and_moves_none(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], claimed: Run[Plan]
+) -> None:
+    ident = claimed.lease.identity[0]
+    before = column(engine, ident, "lease_expires_at")
+    assert request(session_factory, Runs(session_factory, Plan, PlanStep, owner="an operator"), ident)
+    assert column(engine, ident, "fence") == 1
+    assert column(engine, ident, "lease_owner") == claimed.lease.owner
+    assert column(engine, ident, "lease_expires_at") == before
+
+
+# by a heartbeat
+
+
+def hasty() -> tuple[Any, Any]:
+    """A run class whose heartbeats come three times a second."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Hasty(RunMixin, Base):
+        __tablename__ = "hasty"
+        __lifecycle__ = Lifecycle(
+            stoppable_statuses,
+            ready=StoppableStatus.READY,
+            running=StoppableStatus.RUNNING,
+            done=StoppableStatus.DONE,
+            failed=StoppableStatus.FAILED,
+            cancelled=StoppableStatus.STOPPED,
+            lease=timedelta(seconds=1),
+            requeue={StoppableStatus.STOPPED},
+        )
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[StoppableStatus] = stoppable_statuses.column()
+
+    class HastyStep(ReceiptMixin[Hasty], Base):
+        __tablename__ = "hasty_step"
+
+    return Hasty, HastyStep
+
+
+def a_hasty_one(engine: Engine, run: type[Any]) -> int:
+    run.metadata.create_all(engine)
+    with Session(engine) as session, session.begin():
+        row = run()
+        session.add(row)
+        session.flush()
+        ident: int = row.id
+        return ident
+
+
+def test_a_holder_between_two_steps_learns_of_a_request_from_its_heartbeat(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    run_class, receipt = hasty()
+    runs: Runs[Any] = Runs(session_factory, run_class, receipt)
+    ident = a_hasty_one(engine, run_class)
+
+    def carry_out(run: Run[Any]) -> None:
+        with session_factory.begin() as session:
+            assert runs.request_cancel(session, ident)
+        eventually(lambda: run.holder.lost, "the heartbeat to notice")
+        with statements(engine) as sent, pytest.raises(Cancelled):
+            run.step("late", write_entry, "late")
+        assert sent == []
+
+    outcome = runs.execute(ident, carry_out)
+    assert (outcome.ending, outcome.status) == (Ending.LANDED, StoppableStatus.STOPPED)
+    assert entries(engine) == []
+
+
+def test_an_asyncio_handler_that_waits_is_cancelled_by_the_heartbeat_and_its_run_lands(engine: Engine) -> None:
+    run_class, receipt = hasty()
+    ident = a_hasty_one(engine, run_class)
+    seen: list[str] = []
+
+    async def main() -> Any:
+        through = create_async_engine(engine.url)
+        factory = async_sessionmaker(through)
+        runs: AsyncRuns[Any] = AsyncRuns(factory, run_class, receipt)
+
+        async def carry_out(run: AsyncRun[Any]) -> None:
+            async with factory.begin() as session:
+                assert await runs.request_cancel(session, ident)
+            try:
+                await asyncio.sleep(20)
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+
+        outcome = await runs.execute(ident, carry_out)
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling()
+        await through.dispose()
+        return outcome
+
+    outcome = asyncio.run(main())
+    assert (outcome.ending, outcome.status, seen) == (Ending.LANDED, StoppableStatus.STOPPED, ["cancelled"])
+
+
+def test_a_cancelled_run_that_is_requeued_is_asked_no_more(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    run_class, receipt = hasty()
+    runs: Runs[Any] = Runs(session_factory, run_class, receipt)
+    ident = a_hasty_one(engine, run_class)
+    with session_factory.begin() as session:
+        assert runs.request_cancel(session, ident)
+    assert runs.execute(ident, lambda run: pytest.fail("it was started")).status is StoppableStatus.STOPPED
+    assert runs.requeue(ident)
+    assert runs.execute(ident, lambda run: None).status is StoppableStatus.DONE

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqla_durable import Ending, Retry, Run, Runs, clock
 from sqla_durable.testing import lapse, make_due
 from tests.support import Background
+from tests.support_consent import ConsentBase, Status, add_consent, database_clock, stored
 from tests.support_jobs import Brief, BriefStep, JobBase, JobStatus, Patient, add_jobs
 from tests.support_processes import Program
 
@@ -100,6 +101,27 @@ def test_a_wrong_clock_changes_no_backoff_schedule_or_reaping(engine: Engine, wo
     job.after("requeue", True, available_at=NOW)
     job.after("claim", True, started_at=NOW)
     job.after("release")
+
+
+def test_a_wrong_clock_changes_no_expiry(engine: Engine, worker: Program) -> None:
+    ConsentBase.metadata.create_all(engine)
+    half_an_hour = timedelta(minutes=30)
+    ahead, passed = func.clock_timestamp() + half_an_hour, func.clock_timestamp() - half_an_hour
+    asked, late, ready, overdue = (
+        add_consent(engine, status, expires_at=expires_at)
+        for status in (Status.PENDING, Status.APPROVED)
+        for expires_at in (ahead, passed)
+    )
+    before = database_clock(engine)
+    assert worker.ask(["approve", asked]) is True
+    assert before + half_an_hour <= stored(engine, asked).expires_at <= database_clock(engine) + half_an_hour
+    assert worker.ask(["approve", late]) is False
+    assert worker.ask(["claim_consent", ready]) is True
+    assert worker.ask(["sweep", 0]) == 2
+    assert worker.ask(["claim_consent", overdue]) is False
+    found = [stored(engine, ident).status for ident in (asked, late, ready, overdue)]
+    assert found == [Status.APPROVED, Status.EXPIRED, Status.EXECUTING, Status.EXPIRED]
+    assert stored(engine, late).finished_at >= before
 
 
 # a batch whose last run starts after its lease would have ended

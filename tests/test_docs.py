@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 import sqla_durable
@@ -29,6 +29,7 @@ from sqla_durable.demo.plan import PlanFile
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.run import RunRows
 from tests.support import eventually
+from tests.support_statements import statements
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -232,28 +233,30 @@ def plain(sql: str) -> str:
 
 @pytest.fixture
 def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
-    """What the library sends for the plan of the tutorial."""
+    """What the library sends for the plan of the tutorial, and to approve a payout."""
     models: Any = importlib.import_module("plan_models")
+    payouts: Any = importlib.import_module("payout_models")
     runs, receipts = RunRows(models.Plan), ReceiptRows(models.PlanStep)
     engine = create_engine(database_url)
-    models.Base.metadata.create_all(engine)
-    statements = {
+    for base in (models.Base, payouts.Base):
+        base.metadata.create_all(engine)
+
+    def transition(machine: StatusMachine[Any], to: Any) -> str:
+        with statements(engine) as noted, Session(engine) as session:
+            machine.transition(session, 1, to)
+        given = noted.parameters[0].items()
+        return with_constants(noted[0], {name: value for name, value in given if not name.startswith("durable_")})
+
+    made = {
         "claim one": claim.claim_one(runs, run_now=False),
         "open": step.opens(runs, receipts),
         "seal": receipt.sealing(receipts),
         "record": step.records(runs, receipts),
         "land": fence.land(runs, runs.lifecycle.done, {}, failed=False),
     }
-    shown = {name: compiled(engine, statement) for name, statement in statements.items()}
-
-    def note(*arguments: Any) -> None:
-        _, _, sql, parameters, *_ = arguments
-        constants = {name: value for name, value in parameters.items() if not name.startswith("durable_")}
-        shown.setdefault("transition", with_constants(sql, constants))
-
-    event.listen(engine, "before_cursor_execute", note)
-    with Session(engine) as session:
-        models.plan_statuses.transition(session, 1, models.PlanStatus.APPROVED)
+    shown = {name: compiled(engine, statement) for name, statement in made.items()}
+    shown["transition"] = transition(models.plan_statuses, models.PlanStatus.APPROVED)
+    shown["approve"] = transition(payouts.payout_statuses, payouts.PayoutStatus.APPROVED)
     yield shown
     engine.dispose()
 

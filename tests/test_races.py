@@ -46,16 +46,18 @@ renew      | won  mine
 heal       | won  cancelled
 reap       | won  cancelled
 claim      | won  theirs
+claim_due  | won  theirs
 finish     | lost done
+fail       | lost failed
 release    | won  cancelled
 transition | lost failed
 cancel     | won  mine
 """
 
 CANCEL_REQUESTED_FIRST = """
-       | step           | renew     | heal      | reap      | claim          | finish         | transition
-cancel | cancelled mine | won  mine | lost mine | lost mine | lost cancelled | cancelled mine | won  failed
-"""
+       | step           | renew     | heal      | reap      | claim          | claim_due | finish         | fail           | release       | requeue   | transition
+cancel | cancelled mine | won  mine | lost mine | lost mine | lost cancelled | lost mine | cancelled mine | cancelled mine | won cancelled | lost mine | won  failed
+"""  # noqa: E501
 
 REAPED_TO_READY = """
         | step           | renew          | claim          | finish         | release        | reject
@@ -78,6 +80,11 @@ cancel    | lost cancelled | lost cancelled | lost cancelled | lost cancelled
 FAILED = """
         | step          | renew         | heal          | claim         | requeue       | cancel
 requeue | lost requeued | lost requeued | lost requeued | lost requeued | lost requeued | lost requeued
+"""
+
+READY_AND_ASKED_TO_CANCEL = """
+       | heal           | reap           | requeue        | cancel
+cancel | lost cancelled | lost cancelled | lost cancelled | lost cancelled
 """
 
 READ_COMMITTED, REPEATABLE_READ, SERIALIZABLE = "READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"
@@ -149,6 +156,15 @@ def test_of_two_verbs_on_a_ready_run_one_wins_and_the_other_is_told(
     meet(gated, ident, (ahead, first), (behind, second), told, left)
 
 
+@every(READY_AND_ASKED_TO_CANCEL)
+def test_of_a_request_and_another_verb_on_a_ready_run_the_request_stands(
+    gated: Engine, session_factory: sessionmaker[Session], parties: Both, first: str, second: str, told: str, left: str
+) -> None:
+    ahead, behind = parties
+    ident = approved_plan(session_factory)
+    meet(gated, ident, (ahead, first), (behind, second), told, left)
+
+
 @every(FAILED)
 def test_of_two_verbs_on_a_failed_run_one_wins_and_the_other_is_told(
     gated: Engine, session_factory: sessionmaker[Session], parties: Both, first: str, second: str, told: str, left: str
@@ -191,7 +207,7 @@ def meet(
     assert_left(engine, ident, left)
     assert_effects_match_receipts(engine, ident)
     if second.handle is not None and left in {"theirs", "done", "let-go", "failed", "cancelled"}:
-        assert_spent(engine, ident, first if one not in {"finish", "release"} else second)
+        assert_spent(engine, ident, first if one not in {"finish", "fail", "release"} else second)
 
 
 def assert_left(engine: Engine, ident: UUID, left: str) -> None:

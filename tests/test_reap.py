@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine, func, select, text, update
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from sqla_durable import LostLease, RetryableError, Run, Runs, StepFailed, UsageError
+from sqla_durable import (
+    Lifecycle,
+    LostLease,
+    ReceiptMixin,
+    RetryableError,
+    Run,
+    RunMixin,
+    Runs,
+    StatusMachine,
+    StepFailed,
+    UsageError,
+)
 from sqla_durable.fence import HISTORY
 from sqla_durable.testing import lapse
-from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, entries, let_lapse, write_entry
+from tests.support import (
+    Background,
+    Plan,
+    PlanStatus,
+    PlanStep,
+    approved_plan,
+    column,
+    entries,
+    let_lapse,
+    locked,
+    wait_until_blocked,
+    write_entry,
+)
 from tests.support_jobs import JobStatus, OneShot, OneShotStep, Patient, PatientStep, add_jobs
 
 
@@ -304,3 +328,132 @@ def test_reaping_touches_no_column_of_the_users(
     with engine.connect() as connection:
         assert connection.execute(select(Plan.note, Plan.actions).where(Plan.id == ident)).one() == ("mine", ["a"])
         assert connection.scalar(text("SELECT count(*) FROM plan")) == 1
+
+
+# nothing but what has lapsed
+
+
+@pytest.mark.parametrize("status", [status for status in PlanStatus if status is not PlanStatus.EXECUTING])
+def test_a_run_in_any_other_status_is_left_as_it_is(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], status: PlanStatus
+) -> None:
+    long_ago = func.now() - timedelta(days=9)
+    times = dict.fromkeys(("available_at", "started_at", "finished_at", "cancel_requested_at"), long_ago)
+    ident = approved_plan(session_factory)
+    with session_factory.begin() as session:
+        session.execute(update(Plan).values(status=status, attempts=9, fence=9, lease_owner="x", **times))
+    before = row_of(engine, ident)
+    assert plans.reap() == 0
+    assert plans.heal(ident) is False
+    assert row_of(engine, ident) == before
+
+
+def test_a_lease_that_was_renewed_before_the_reaper_had_locked_the_row_lasts(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    """The reaper's snapshot is older than the renewal, which has committed by the time its row is looked at."""
+    first, second = (lapsed_plan(session_factory, plans) for _ in range(2))
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE FUNCTION hold_up() RETURNS trigger LANGUAGE plpgsql AS"
+                " 'BEGIN PERFORM pg_advisory_xact_lock_shared(7303); RETURN NEW; END'"
+            )
+        )
+        connection.execute(
+            text(
+                "CREATE TRIGGER hold_up BEFORE UPDATE ON plan FOR EACH ROW WHEN (NEW.status = 'approved')"
+                " EXECUTE FUNCTION hold_up()"
+            )
+        )
+    with engine.connect() as gate, engine.connect() as renewal:
+        gate.execute(text("SELECT pg_advisory_xact_lock(7303)"))
+        fresh = {"lease_expires_at": func.clock_timestamp() + timedelta(minutes=1)}
+        renewal.execute(update(Plan).where(Plan.id == second.lease.identity[0]).values(fresh))
+        reaping = Background(plans.reap)
+        wait_until_blocked(engine)
+        renewal.commit()
+        gate.rollback()
+        assert reaping.result() == 1
+    assert column(engine, first.lease.identity[0], "status") is PlanStatus.APPROVED
+    assert column(engine, second.lease.identity[0], "status") is PlanStatus.EXECUTING
+    second.finish()
+
+
+def test_a_locked_row_is_skipped_and_nobody_waits_for_it(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    held, free = (lapsed_plan(session_factory, plans).lease.identity[0] for _ in range(2))
+    with locked(engine, held):
+        assert plans.reap() == 1
+        assert plans.heal(held) is False
+    assert column(engine, held, "status") is PlanStatus.EXECUTING
+    assert column(engine, free, "status") is PlanStatus.APPROVED
+    assert plans.heal(held) is True
+
+
+class HeldStatus(StrEnum):
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    LOOKED_AT = "to be looked at"
+
+
+def test_a_lapsed_run_goes_where_its_lifecycle_says_though_that_is_neither_ready_nor_an_end(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    machine = StatusMachine(
+        HeldStatus,
+        initial=HeldStatus.READY,
+        transitions={
+            HeldStatus.READY: {HeldStatus.RUNNING},
+            HeldStatus.RUNNING: {HeldStatus.DONE, HeldStatus.FAILED, HeldStatus.LOOKED_AT},
+            HeldStatus.LOOKED_AT: {HeldStatus.READY},
+        },
+    )
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Held(RunMixin, Base):
+        __tablename__ = "held"
+        __lifecycle__ = Lifecycle(
+            machine,
+            ready=HeldStatus.READY,
+            running=HeldStatus.RUNNING,
+            done=HeldStatus.DONE,
+            failed=HeldStatus.FAILED,
+            lapsed=HeldStatus.LOOKED_AT,
+        )
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[HeldStatus] = machine.column()
+
+    class HeldStep(ReceiptMixin[Held], Base):
+        __tablename__ = "held_step"
+
+    Base.metadata.create_all(engine)
+    runs: Runs[Held] = Runs(session_factory, Held, HeldStep)
+    with session_factory.begin() as session:
+        session.add(Held(id=1))
+    run = runs.claim(1)
+    assert run is not None
+    with session_factory.begin() as session:
+        lapse(session, Held, 1)
+    assert runs.claim(1) is None
+    held = runs.get(1)
+    assert held is not None
+    assert (held.status, held.lease_owner, held.lease_expires_at) == (HeldStatus.LOOKED_AT, None, None)
+    assert (held.finished_at, held.attempts, held.fence) == (None, 1, 1)
+    assert held.error is not None
+    assert held.error["type"] == "LeaseLapsed"
+    with pytest.raises(LostLease):
+        run.finish()
+    with session_factory.begin() as session:
+        assert machine.transition(session, (Held, 1), HeldStatus.READY)
+    assert runs.claim(1) is not None
+
+
+def row_of(engine: Engine, ident: UUID) -> Any:
+    with engine.connect() as connection:
+        return connection.execute(select(Plan.__table__).where(Plan.id == ident)).one()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from uuid import UUID
@@ -11,7 +12,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, event, func, select, text, update
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Ending, LostLease, Outcome, Run, Runs
+from sqla_durable import Cancelled, Ending, LostLease, Outcome, Run, Runs
 from sqla_durable.testing import lapse
 from tests.support import Background, Plan, PlanStatus, PlanStep, approved_plan, entries, let_lapse, write_entry
 from tests.support_jobs import JobStatus, OneShot, OneShotStep, add_jobs
@@ -42,6 +43,39 @@ def test_a_run_that_is_failed_by_a_reaper_while_it_is_finished_ends_once(
     assert sum(ended.values()) == ROUNDS
 
 
+@pytest.mark.parametrize("how", ["finish", "fail"])
+def test_a_request_to_cancel_a_run_while_it_is_landed_is_recorded_or_refused_and_never_both(
+    engine: Engine, session_factory: sessionmaker[Session], how: str
+) -> None:
+    plans: Runs[Plan] = Runs(session_factory, Plan, PlanStep)
+    for _ in range(ROUNDS // 2):
+        ident = approved_plan(session_factory)
+        run = plans.claim(ident)
+        assert run is not None
+
+        def land(run: Run[Plan] = run) -> bool:
+            try:
+                run.finish() if how == "finish" else run.fail(ValueError("no stock"))
+            except Cancelled:
+                return False
+            return True
+
+        def ask(ident: UUID = ident) -> bool:
+            with session_factory.begin() as session:
+                return plans.request_cancel(session, ident)
+
+        landed, recorded = both_at_once(land, ask)
+        assert landed != recorded
+        with Session(engine) as session:
+            plan = session.get_one(Plan, ident)
+            assert (plan.cancel_requested_at is not None) == recorded
+            landed_in = PlanStatus.EXECUTED if how == "finish" else PlanStatus.FAILED
+            assert plan.status is (landed_in if landed else PlanStatus.EXECUTING)
+        if recorded:
+            assert plans.execute(run, lambda run: pytest.fail("cancelled")).status is PlanStatus.CANCELLED
+        assert not ask()
+
+
 def test_of_two_recoverers_with_the_same_list_one_runs_the_body(
     engine: Engine, session_factory: sessionmaker[Session]
 ) -> None:
@@ -66,8 +100,9 @@ def test_of_two_recoverers_with_the_same_list_one_runs_the_body(
         assert len(entries(engine)) == position + 1
 
 
+@pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
-    engine: Engine, session_factory: sessionmaker[Session]
+    engine: Engine, session_factory: sessionmaker[Session], seconds: float
 ) -> None:
     idents = [approved_plan(session_factory) for _ in range(200)]
     busy = create_engine(engine.url, pool_size=8)
@@ -77,8 +112,10 @@ def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
     claimed: set[tuple[UUID, int]] = set()
     guard = threading.Lock()
 
+    until = time.monotonic() + seconds
+
     def claimer() -> None:
-        for _ in range(25):
+        while time.monotonic() < until:
             runs = plans.claim_due(30)
             with guard:
                 for run in runs:
@@ -89,10 +126,11 @@ def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
                 let_all_lapse(connection)
 
     def reaper() -> None:
-        for _ in range(40):
+        while time.monotonic() < until:
             plans.reap(40)
 
     for worker in [Background(call) for call in (claimer, claimer, reaper, reaper)]:
+        worker.join(seconds)
         worker.result()
     busy.dispose()
     assert deadlocks == []

@@ -212,11 +212,11 @@ class AsyncRuns(Generic[RunT]):
         return await greenlet_spawn(self._verbs.receipts, ident)
 
     async def heal(self, ident: object) -> bool:
-        """Turn a lapsed run into what its lifecycle says; True if this call did."""
+        """Turn a lapsed or overdue run into what its lifecycle says; True if this call did."""
         return await greenlet_spawn(self._verbs.heal, ident)
 
     async def reap(self, limit: int = 100) -> int:
-        """Heal up to ``limit`` lapsed runs, those started first; return how many."""
+        """Heal up to ``limit`` lapsed runs, and expire as many overdue ones. See :meth:`.Runs.reap`."""
         return await greenlet_spawn(self._verbs.reap, limit)
 
     async def requeue(self, ident: object) -> bool:

@@ -12,6 +12,7 @@ from sqlalchemy import create_engine, event, func, select
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import RetryableError, Run, Runs
+from tests.support_consent import Consent, ConsentStep, Status, consent_statuses
 from tests.support_jobs import JobStatus, Patient, PatientStep
 
 _now, _time, _time_ns = dt.datetime, time.time, time.time_ns
@@ -49,6 +50,7 @@ class Worker:
         self.engine = create_engine(url)
         self.factory = sessionmaker(self.engine)
         self.jobs: Runs[Patient] = Runs(self.factory, Patient, PatientStep)
+        self.consents: Runs[Consent] = Runs(self.factory, Consent, ConsentStep)
         self.found: list[str] = []
         self.run: Run[Patient] | None = None
         with self.engine.connect() as connection:
@@ -72,6 +74,18 @@ class Worker:
 
     def suspicious(self, _: None) -> list[str]:
         return self.found
+
+    def approve(self, ident: int) -> bool:
+        """Approve a consent for half an hour."""
+        half_an_hour = {"expires_at": func.now() + dt.timedelta(minutes=30)}
+        with self.factory.begin() as session:
+            return consent_statuses.transition(session, (Consent, ident), Status.APPROVED, values=half_an_hour)
+
+    def claim_consent(self, ident: int) -> bool:
+        return self.consents.claim(ident) is not None
+
+    def sweep(self, _: int) -> int:
+        return self.consents.reap()
 
     def claim(self, ident: int) -> bool:
         self.run = self.jobs.claim(ident)

@@ -23,7 +23,9 @@ from sqla_durable import (
     DurableError,
     Effect,
     Ending,
+    ExpiryMixin,
     Failure,
+    FrozenPayload,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -56,7 +58,7 @@ from sqla_durable import (
     UsageError,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, transition
-from sqla_durable.testing import lapse, make_due
+from sqla_durable.testing import expire, lapse, make_due
 
 
 class PlanStatus(StrEnum):
@@ -110,6 +112,61 @@ class Plan(RunMixin, Base):
 
 class PlanStep(ReceiptMixin[Plan], Base):
     __tablename__ = "plan_step"
+
+
+class ConsentStatus(StrEnum):
+    PENDING = "pending"
+    APPROVED = "approved"
+    EXECUTING = "executing"
+    EXECUTED = "executed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+
+consent_statuses = StatusMachine(
+    ConsentStatus,
+    initial=ConsentStatus.PENDING,
+    transitions={
+        ConsentStatus.PENDING: {ConsentStatus.APPROVED, ConsentStatus.EXPIRED},
+        ConsentStatus.APPROVED: {ConsentStatus.EXECUTING, ConsentStatus.EXPIRED},
+        ConsentStatus.EXECUTING: {ConsentStatus.EXECUTED, ConsentStatus.FAILED, ConsentStatus.APPROVED},
+    },
+)
+
+
+consent_lifecycle = Lifecycle(
+    consent_statuses,
+    ready=ConsentStatus.APPROVED,
+    running=ConsentStatus.EXECUTING,
+    done=ConsentStatus.EXECUTED,
+    failed=ConsentStatus.FAILED,
+    expired=ConsentStatus.EXPIRED,
+    frozen=("title",),
+    requeue={ConsentStatus.EXPIRED},
+)
+assert_type(consent_lifecycle.expired, ConsentStatus | None)
+assert_type(consent_lifecycle.expirable, frozenset[ConsentStatus])
+assert_type(consent_lifecycle.drafts, frozenset[ConsentStatus])
+
+
+class Consent(ExpiryMixin, RunMixin, Base):
+    __tablename__ = "consent"
+    __lifecycle__ = consent_lifecycle
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[ConsentStatus] = consent_statuses.column()
+    title: Mapped[str]
+
+
+def consents(session: Session, consent: Consent) -> None:
+    assert_type(consent.expires_at, datetime | None)
+    assert_type(consent_statuses.reachable(ConsentStatus.APPROVED), frozenset[ConsentStatus])
+    consent.expires_at = datetime.max
+    Consent(title="title", expires_at=func.now() + timedelta(hours=1))
+    select(Consent).where(Consent.expires_at < func.now())
+    values = {"title": "approved", "expires_at": func.now() + timedelta(hours=1)}
+    assert_type(consent_statuses.transition(session, consent, ConsentStatus.APPROVED, values=values), bool)
+    expire(session, Consent, consent)
 
 
 class DataclassBase(MappedAsDataclass, DeclarativeBase):
@@ -308,6 +365,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         ConfigurationError,
         DatabaseUnavailable,
         KeyConflict,
+        FrozenPayload,
         LostLease,
         NestedStep,
         ReceiptMismatch,

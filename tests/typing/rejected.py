@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Lifecycle, Receipt, Run, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from tests.typing.accepted import Base, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
+from tests.typing.accepted import Base, Consent, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
 
 
 class Other(StrEnum):
@@ -74,8 +74,10 @@ def handler(run: AsyncRun[Plan]) -> None: ...
 async def async_handler(run: Run[Plan]) -> None: ...
 
 
-def machines(session: Session, plan: Plan, receipt: Receipt) -> None:
+def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -> None:
     plan_statuses.transition(session, plan, Other.ONE)  # type: ignore[arg-type]
     Lifecycle(plan_statuses, ready=PlanStatus.APPROVED)  # type: ignore[call-arg]
     plan.fence = "1"  # type: ignore[assignment]
+    print(plan.expires_at)  # type: ignore[attr-defined]
+    consent.expires_at = "tomorrow"  # type: ignore[assignment]
     receipt.step = "other"  # type: ignore[misc]
