@@ -28,6 +28,7 @@ from sqla_durable.execution import Ending, Outcome
 from sqla_durable.failure import Failure
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
@@ -58,6 +59,7 @@ __all__ = [
     "Run",
     "RunMixin",
     "RunNotFound",
+    "RunSummary",
     "Runs",
     "StatusMachine",
     "StepFailed",

@@ -10,7 +10,7 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Receipt, Run, Runs
+from sqla_durable import Lifecycle, Receipt, Run, Runs, RunSummary
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.typing.accepted import Base, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
 
@@ -51,6 +51,14 @@ def helpers(factory: sessionmaker[Session], async_factory: async_sessionmaker[As
     AsyncRuns(factory, Plan, PlanStep)  # type: ignore[arg-type]
     Runs(factory, Plan, PlanStep).execute(1, async_handler)
     AsyncRuns(async_factory, Plan, PlanStep).execute(1, handler)  # type: ignore[arg-type, unused-coroutine]
+
+
+def looks(runs: Runs[Plan], summary: RunSummary) -> None:
+    runs.find(limit="10")  # type: ignore[arg-type]
+    runs.find(status="failed")  # type: ignore[arg-type]
+    runs.find(older_than=60)  # type: ignore[arg-type]
+    runs.find(after=summary)  # type: ignore[arg-type]
+    summary.status = PlanStatus.FAILED  # type: ignore[misc]
 
 
 def handler(run: AsyncRun[Plan]) -> None: ...
