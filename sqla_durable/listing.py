@@ -125,7 +125,7 @@ def following(runs: RunRows[Any], name: str, cursor: str) -> ColumnElement[bool]
     """
     place = _place(runs)
     try:
-        table, *texts = cast("list[object]", json.loads(urlsafe_b64decode(cursor.encode())))
+        table, *texts = cast("list[object]", json.loads(urlsafe_b64decode(f"{cursor}==".encode())))
     except (ValueError, TypeError):
         table, texts = None, []
     if table != name or len(texts) != len(place) or not all(isinstance(text, str) for text in texts):
@@ -151,7 +151,8 @@ def summary_of(row: AnyRow, name: str, width: int) -> RunSummary:
 
 
 def _cursor(name: str, texts: Sequence[str]) -> str:
-    return urlsafe_b64encode(json.dumps([name, *texts]).encode()).decode()
+    # Without the padding: it reads as one word, and needs no quotes in a URL.
+    return urlsafe_b64encode(json.dumps([name, *texts], separators=(",", ":")).encode()).decode().rstrip("=")
 
 
 def _summaries(runs: RunRows[Any], *, traceback: bool) -> AnySelect:
