@@ -19,7 +19,7 @@ def requeue(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson 
     Exit status 1 where one was not requeued.
     """
     with OpenRuns(target, url) as opened:
-        _each(opened, idents, opened.requeue, "requeued", as_json=as_json)
+        _each(opened, idents, opened.requeue, ("requeued", "not requeued"), as_json=as_json)
 
 
 def cancel(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson = False) -> None:
@@ -30,7 +30,7 @@ def cancel(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson =
     Exit status 1 where one has ended already, or is not there.
     """
     with OpenRuns(target, url) as opened:
-        _each(opened, idents, opened.request_cancel, "cancel_requested", as_json=as_json)
+        _each(opened, idents, opened.request_cancel, ("cancel requested", "cancel refused"), as_json=as_json)
 
 
 def reap(
@@ -50,7 +50,12 @@ def reap(
 
 
 def _each(
-    opened: OpenRuns, arguments: Sequence[str], verb: Callable[[object], bool], done: str, *, as_json: bool
+    opened: OpenRuns,
+    arguments: Sequence[str],
+    verb: Callable[[object], bool],
+    words: tuple[str, str],
+    *,
+    as_json: bool,
 ) -> None:
     idents = IdentsOf(opened.rows)
     refused = False
@@ -61,10 +66,9 @@ def _each(
         seen = opened.describe(identity)
         ident, status = idents.write(identity), None if seen is None else seen.status.value
         if as_json:
-            write_json({"ident": ident, done: won, "status": status})
+            write_json({"ident": ident, words[0].replace(" ", "_"): won, "status": status})
         else:
-            happened = f"{'' if won else 'not '}{done.replace('_', ' ')}"
             state = f"it is {status}" if status else f"there is no such {opened.name}"
-            typer.echo(f"{printable(ident)}: {happened}; {state}")
+            typer.echo(f"{printable(ident)}: {words[0] if won else words[1]}; {state}")
     if refused:
         raise typer.Exit(1)

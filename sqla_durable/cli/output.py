@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import typer
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -25,22 +25,22 @@ def write_json(value: object) -> None:
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a table, of which the first column is never cut or wrapped.
 
-    On a terminal the rest is wrapped to its width. Elsewhere each row is one line, however long.
+    On a terminal the other columns are wrapped to its width. Elsewhere, or where they would not fit beside the first,
+    each row is one line, however long.
     """
     console = Console(highlight=False)
-    if not console.is_terminal:
-        widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    if not console.is_terminal or widths[0] + sum(2 + cell_len(column) for column in columns[1:]) > console.width:
         for row in (columns, *rows):
             cells = (cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
             typer.echo("  ".join(cells).rstrip())
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for position, column in enumerate(columns):
-        widest = max((cell_len(row[position]) for row in rows), default=0)
-        table.add_column(column, overflow="fold", min_width=None if position else widest)
+        table.add_column(column, overflow="fold", min_width=None if position else widths[0])
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table, soft_wrap=False)
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def write_pairs(pairs: Mapping[str, str]) -> None:
@@ -79,4 +79,4 @@ def jsonable(value: object) -> Any:
     """Return a value as JSON can hold it; a time in UTC."""
     if isinstance(value, datetime) and value.tzinfo is not None:
         return value.astimezone(UTC).isoformat()
-    return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings", fallback=str)
+    return json.loads(to_json(value, bytes_mode="base64", inf_nan_mode="strings", fallback=str))
