@@ -54,7 +54,7 @@ def aged(factory: sessionmaker[Session], *ages: str) -> list[UUID]:
 
 
 def test_runs_are_listed_as_a_table(target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]) -> None:
-    waiting, held, failed = aged(session_factory, "5 seconds", "125 minutes", "8 days")
+    waiting, held, failed = aged(session_factory, "62 minutes", "125 minutes", "8 days")
     run = plans.claim(held)
     plans.execute(failed, fails)
     let_lapse(session_factory, held)
@@ -63,7 +63,7 @@ def test_runs_are_listed_as_a_table(target: str, plans: Runs[Plan], session_fact
     header, *rows = (line.split("  ") for line in answered("runs", target).splitlines())
     assert [cell.strip() for cell in header if cell] == ["id", "status", "attempts", "age", "holder", "error"]
     assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
-        [str(waiting), "approved", "0", "5s"],
+        [str(waiting), "approved", "0", "1h 2m"],
         [str(held), "executing (lapsed, cancel requested)", "1", "2h 5m", "me"],
         [str(failed), "failed", "1", "8d", r"ValueError: no \x1b[31mmoney ..."],
     ]

@@ -132,7 +132,7 @@ def test_a_look_at_a_lapsed_run_says_so_and_heals_nothing(
     assert shown.startswith(f"Plan {ident} is executing.")
     found = pairs(shown)
     assert found["holder"] == "me"
-    assert re.fullmatch(r"until \S+ \S+, in (29|30).*s", found["lease"])
+    assert re.fullmatch(r"until \S+ \S+, in [\d.]+s", found["lease"])
     let_lapse(session_factory, ident)
     for _ in range(2):
         shown = answered("show", target, ident)
