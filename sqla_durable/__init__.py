@@ -34,6 +34,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.listing import RunSummary
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
@@ -72,6 +73,7 @@ __all__ = [
     "RunInFlight",
     "RunMixin",
     "RunNotFound",
+    "RunSummary",
     "Runs",
     "StatusMachine",
     "StepFailed",

@@ -66,8 +66,11 @@ class Machine(Generic[StatusT]):
                 f"{', '.join(str(member.name) for member in self.statuses)}."
             )
 
-    def to_mermaid(self) -> str:
-        """Draw the machine as a `Mermaid state diagram <https://mermaid.js.org/syntax/stateDiagram.html>`_."""
+    def to_mermaid(self, notes: Mapping[StatusT, str] | None = None) -> str:
+        """Draw the machine as a `Mermaid state diagram <https://mermaid.js.org/syntax/stateDiagram.html>`_.
+
+        :param notes: a few words to stand beside a status.
+        """
         ids = {status: f"s{position}" for position, status in enumerate(self.statuses)}
         lines = ["stateDiagram-v2"]
         lines += [f'    state "{_quoted(status)}" as {ids[status]}' for status in self.statuses]
@@ -77,6 +80,7 @@ class Machine(Generic[StatusT]):
             lines += [f"    {ids[status]} --> {ids[other]}" for other in following]
             if not following:
                 lines.append(f"    {ids[status]} --> [*]")
+        lines += [f"    note right of {ids[status]} : {note}" for status, note in (notes or {}).items()]
         return "\n".join(lines) + "\n"
 
     def __repr__(self) -> str:

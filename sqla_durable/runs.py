@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from enum import StrEnum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from sqlalchemy import Engine
@@ -19,6 +21,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
+from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.session import StepSession, step_session_class
@@ -184,6 +187,10 @@ class Runs(Generic[RunT]):
         owner: str | None = None,
     ) -> None:
         self._verbs = Verbs(_Sessions(session_factory), run, receipt, owner)
+        self.session_factory = session_factory
+        """The sessionmaker that it was made with."""
+        self.run_class = run
+        """The mapped class of its runs."""
 
     # claiming
 
@@ -258,9 +265,57 @@ class Runs(Generic[RunT]):
 
     # reading and healing
 
-    def get(self, ident: object) -> RunT | None:
-        """Read a run, having healed it if its lease has lapsed or its expiry has passed; the object is detached."""
-        return self._verbs.get(ident)
+    def get(self, ident: object, *, heal: bool = True) -> RunT | None:
+        """Read a run, having healed it if its lease has lapsed or its expiry has passed; the object is detached.
+
+        :param heal: False reads it as it is, and writes nothing.
+        """
+        return self._verbs.get(ident, heal=heal)
+
+    def find(
+        self,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        older_than: timedelta | None = None,
+        newer_than: timedelta | None = None,
+        error: str | None = None,
+        owner: str | None = None,
+        cancel_requested: bool | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> list[RunSummary]:
+        """List the runs that meet every condition given, the newest first. Nothing is healed.
+
+        Rows inserted between two calls do not move the pages: a page begins after a place, not after a number of rows.
+
+        :param status: one status, or several.
+        :param older_than: only runs whose row was inserted at least this long ago, on the database clock.
+        :param newer_than: only runs whose row was inserted less than this long ago.
+        :param error: only runs whose last error has this text in its type or message, in upper or lower case.
+        :param owner: only runs whose lease carries this name.
+        :param cancel_requested: only runs that somebody did, or did not, ask to be cancelled.
+        :param limit: how many at the most.
+        :param after: the ``cursor`` of the last run of the page before.
+        :raises UsageError: for a status of another machine, a duration out of range, or a cursor of another table.
+        """
+        return self._verbs.find(
+            status=status,
+            older_than=older_than,
+            newer_than=newer_than,
+            error=error,
+            owner=owner,
+            cancel_requested=cancel_requested,
+            limit=limit,
+            after=after,
+        )
+
+    def describe(self, ident: object) -> RunSummary | None:
+        """Read what :meth:`find` says of one run, and the traceback of its error; None where there is no such run."""
+        return self._verbs.describe(ident)
+
+    def counts(self) -> dict[StrEnum, int]:
+        """Count the runs of each status, in the order of the enumeration; a status without any has 0."""
+        return self._verbs.counts()
 
     def receipts(self, ident: object) -> tuple[Receipt, ...]:
         """Read a run's receipts in the order they were recorded."""

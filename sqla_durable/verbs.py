@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from functools import cached_property, partial
 from os import getpid
 from socket import gethostname
@@ -15,7 +16,7 @@ from uuid import uuid4
 from sqlalchemy import Column, Connection, select
 from sqlalchemy.orm import Session, with_polymorphic
 
-from sqla_durable import claim, fence, reap, receipt
+from sqla_durable import claim, fence, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RunInFlight, RunNotFound, StepReused, UsageError
@@ -27,6 +28,7 @@ from sqla_durable.holder import Holder, stored_key
 from sqla_durable.in_flight import occupied, refusing_occupied, rival
 from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
+from sqla_durable.listing import RunSummary
 from sqla_durable.loading import Loading
 from sqla_durable.prepared import Loader, Prepared
 from sqla_durable.receipt import Receipt, receipt_of
@@ -157,12 +159,13 @@ class Verbs(Generic[RunT]):
 
     # reading and healing
 
-    def get(self, ident: object) -> RunT | None:
+    def get(self, ident: object, *, heal: bool) -> RunT | None:
         """See :meth:`.Runs.get`."""
         identity = self.runs.identity(ident)
 
         def work(session: Session, connection: Connection) -> RunT | None:
-            self._mend(connection, self.runs.parameters(identity))
+            if heal:
+                self._mend(connection, self.runs.parameters(identity))
             return next(iter(self._load(session, [identity]).values()), None)
 
         return self.store.execute(work)
@@ -171,6 +174,29 @@ class Verbs(Generic[RunT]):
         """See :meth:`.Runs.receipts`."""
         identity = self.runs.identity(ident)
         return self.store.single(lambda connection: self._receipts(connection, identity))
+
+    def find(self, *, limit: int, after: str | None, **conditions: Any) -> list[RunSummary]:
+        """See :meth:`.Runs.find`."""
+        _check_limit(limit)
+        asked = listing.wanted(self.runs, **conditions)
+        if after is not None:
+            asked.append(listing.following(self.runs, self.store.name, after))
+        statement = listing.page(self.runs, asked, limit)
+        rows = self.store.single(lambda connection: connection.execute(statement).all())
+        return [self._summary(row) for row in rows]
+
+    def describe(self, ident: object) -> RunSummary | None:
+        """See :meth:`.Runs.describe`."""
+        parameters = self.runs.parameters(self.runs.identity(ident))
+        statement = listing.one(self.runs)
+        row = self.store.single(lambda connection: connection.execute(statement, parameters).one_or_none())
+        return None if row is None else self._summary(row)
+
+    def counts(self) -> dict[StrEnum, int]:
+        """See :meth:`.Runs.counts`."""
+        statement = listing.counts(self.runs)
+        found = self.store.single(lambda connection: dict(tuple(row) for row in connection.execute(statement)))
+        return {status: found.get(status, 0) for status in self.runs.lifecycle.machine.transitions}
 
     def heal(self, ident: object) -> bool:
         """See :meth:`.Runs.heal`."""
@@ -311,6 +337,9 @@ class Verbs(Generic[RunT]):
                 claimed += [self._loader.load(row[1:], statement.types[1:]) for row in rows]
             if not rows[0][0] or len(claimed) == limit:
                 return claimed
+
+    def _summary(self, row: AnyRow) -> RunSummary:
+        return listing.summary_of(row, self.store.name, len(self.runs.key))
 
     def _lease(self, row: AnyRow) -> Lease:
         *key, number, attempt = row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_the_help_lists_every_command() -> None:
     shown = CliRunner().invoke(make_app(), ["--help"])
     assert shown.exit_code == 0
     assert "Durable step execution" in shown.output
-    assert "demo" in shown.output
+    for command in ("runs", "show", "requeue", "cancel", "reap", "worker", "diagram", "demo"):
+        assert re.search(rf"\b{command}  ", shown.output)
 
 
 def test_without_a_command_the_help_is_shown() -> None:
@@ -47,6 +49,19 @@ def test_the_help_of_the_demo_says_what_it_takes_and_gives(said: str) -> None:
     shown = CliRunner().invoke(make_app(), ["demo", "--help"], env={"NO_COLOR": "1"})
     assert shown.exit_code == 0
     assert said in shown.output
+
+
+def test_it_is_a_module_to_be_run_too() -> None:
+    command = [sys.executable, "-m", "sqla_durable.cli", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Durable step execution" in ended.stdout
+
+
+def test_nothing_is_imported_for_a_command_that_is_not_called() -> None:
+    code = "import sys; from sqla_durable import cli; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"typer", "rich", "sqla_durable.cli.runs", "sqla_durable.demo"} & set(loaded)
 
 
 def test_a_negative_number_of_kills_is_refused() -> None:

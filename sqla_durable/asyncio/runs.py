@@ -10,6 +10,8 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
+from datetime import timedelta
+from enum import StrEnum
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -26,6 +28,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
+from sqla_durable.listing import RunSummary
 from sqla_durable.machine import StatusT
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
@@ -144,6 +147,10 @@ class AsyncRuns(Generic[RunT]):
         owner: str | None = None,
     ) -> None:
         self._verbs = Verbs(_AsyncSessions(session_factory), run, receipt, owner)
+        self.session_factory = session_factory
+        """The sessionmaker that it was made with."""
+        self.run_class = run
+        """The mapped class of its runs."""
 
     async def claim(self, ident: object, *, run_now: bool = False) -> AsyncRun[RunT] | None:
         """Claim one run. See :meth:`.Runs.claim`."""
@@ -203,9 +210,42 @@ class AsyncRuns(Generic[RunT]):
         refuse_other_form(target, AsyncRun)
         return cast(AsyncRun[RunT], target) if isinstance(target, AsyncRun) else None
 
-    async def get(self, ident: object) -> RunT | None:
-        """Read a run, having healed it if its lease has lapsed; the object is detached."""
-        return await greenlet_spawn(self._verbs.get, ident)
+    async def get(self, ident: object, *, heal: bool = True) -> RunT | None:
+        """Read a run, having healed it if its lease has lapsed. See :meth:`.Runs.get`."""
+        return await greenlet_spawn(self._verbs.get, ident, heal=heal)
+
+    async def find(
+        self,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        older_than: timedelta | None = None,
+        newer_than: timedelta | None = None,
+        error: str | None = None,
+        owner: str | None = None,
+        cancel_requested: bool | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> list[RunSummary]:
+        """List the runs that meet every condition given, the newest first. See :meth:`.Runs.find`."""
+        return await greenlet_spawn(
+            self._verbs.find,
+            status=status,
+            older_than=older_than,
+            newer_than=newer_than,
+            error=error,
+            owner=owner,
+            cancel_requested=cancel_requested,
+            limit=limit,
+            after=after,
+        )
+
+    async def describe(self, ident: object) -> RunSummary | None:
+        """Read what :meth:`find` says of one run, and the traceback of its error. See :meth:`.Runs.describe`."""
+        return await greenlet_spawn(self._verbs.describe, ident)
+
+    async def counts(self) -> dict[StrEnum, int]:
+        """Count the runs of each status. See :meth:`.Runs.counts`."""
+        return await greenlet_spawn(self._verbs.counts)
 
     async def receipts(self, ident: object) -> tuple[Receipt, ...]:
         """Read a run's receipts in the order they were recorded."""

@@ -47,6 +47,7 @@ from sqla_durable import (
     RunMixin,
     RunNotFound,
     Runs,
+    RunSummary,
     StatusMachine,
     StepFailed,
     StepOutcome,
@@ -249,6 +250,7 @@ def synchronous(plan: Plan, task: Task) -> None:
     assert_type(outcome.exception, BaseException | None)
     assert_type(outcome.replayed, bool)
     assert_type(plans.get(plan.id), Plan | None)
+    assert_type(plans.get(plan.id, heal=False), Plan | None)
     assert_type(plans.heal(plan.id), bool)
     assert_type(plans.reap(), int)
     assert_type(plans.requeue(plan.id), bool)
@@ -315,6 +317,27 @@ async def async_starting(factory: async_sessionmaker[AsyncSession]) -> None:
         assert_type(await orders.start(session, key="a", title="t"), Order)
 
 
+def looks(plans: Runs[Plan], plan: Plan) -> None:
+    found = plans.find(
+        status={PlanStatus.FAILED, PlanStatus.EXECUTED},
+        older_than=timedelta(hours=1),
+        newer_than=timedelta(days=7),
+        error="refused",
+        owner="me",
+        cancel_requested=False,
+        limit=10,
+    )
+    assert_type(found, list[RunSummary])
+    assert_type(plans.find(status=PlanStatus.FAILED, after=found[-1].cursor), list[RunSummary])
+    assert_type(found[0].age, timedelta)
+    assert_type(found[0].failure, Failure | None)
+    assert_type(found[0].lapsed, bool)
+    assert_type(plans.describe(plan.id), RunSummary | None)
+    assert_type(plans.counts(), dict[StrEnum, int])
+    assert_type(plans.run_class, type[Plan])
+    assert_type(plans.session_factory, sessionmaker[Any])
+
+
 async def async_count(session: AsyncSession, more: int) -> int:
     return more
 
@@ -339,7 +362,12 @@ async def asynchronous(plan: Plan) -> None:
     run = await plans.claim(plan)
     assert_type(run, AsyncRun[Plan] | None)
     assert_type(await plans.claim_due(1), list[AsyncRun[Plan]])
-    assert_type(await plans.get(plan.id), Plan | None)
+    assert_type(await plans.get(plan.id, heal=False), Plan | None)
+    assert_type(await plans.find(status=[PlanStatus.FAILED], limit=10), list[RunSummary])
+    assert_type(await plans.describe(plan.id), RunSummary | None)
+    assert_type(await plans.counts(), dict[StrEnum, int])
+    assert_type(plans.run_class, type[Plan])
+    assert_type(plans.session_factory, async_sessionmaker[Any])
     assert_type(await plans.receipts(plan.id), tuple[Receipt, ...])
     assert_type(await plans.heal(plan.id), bool)
     assert_type(await plans.reap(5), int)

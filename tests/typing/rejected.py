@@ -10,7 +10,7 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Receipt, Run, Runs
+from sqla_durable import Lifecycle, Receipt, Run, Runs, RunSummary
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.typing.accepted import Base, Consent, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
 
@@ -66,6 +66,14 @@ def starting(session: Session, async_session: AsyncSession, orders: Runs[Plan], 
         failed=PlanStatus.FAILED,
         one_in_flight="title",  # type: ignore[arg-type]
     )
+
+
+def looks(runs: Runs[Plan], summary: RunSummary) -> None:
+    runs.find(limit="10")  # type: ignore[arg-type]
+    runs.find(status="failed")  # type: ignore[arg-type]
+    runs.find(older_than=60)  # type: ignore[arg-type]
+    runs.find(after=summary)  # type: ignore[arg-type]
+    summary.status = PlanStatus.FAILED  # type: ignore[misc]
 
 
 def handler(run: AsyncRun[Plan]) -> None: ...

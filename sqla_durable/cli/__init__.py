@@ -1,8 +1,9 @@
-"""The command ``sqla-durable``: gives each command its name. What a command needs is imported when it is called."""
+"""The command ``sqla-durable``: gives each command its name. Nothing here is imported unless it is called."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ def make_app() -> typer.Typer:
     with needing("cli"):
         import typer  # noqa: PLC0415
 
+        from sqla_durable.cli.diagram import diagram  # noqa: PLC0415
+        from sqla_durable.cli.errors import reporting  # noqa: PLC0415
+        from sqla_durable.cli.operate import cancel, reap, requeue  # noqa: PLC0415
+        from sqla_durable.cli.runs import runs  # noqa: PLC0415
+        from sqla_durable.cli.show import show  # noqa: PLC0415
+        from sqla_durable.cli.worker import worker  # noqa: PLC0415
         from sqla_durable.demo.command import demo  # noqa: PLC0415
 
     app = typer.Typer(name="sqla-durable", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -42,6 +49,9 @@ def make_app() -> typer.Typer:
     def root(*, version: bool = shown) -> None:
         """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL."""
 
+    commands: list[Callable[..., None]] = [runs, show, requeue, cancel, reap, worker, diagram]
+    for command in commands:
+        app.command()(reporting(command))
     app.command()(demo)
     return app
 
@@ -51,7 +61,3 @@ def _version() -> str:
         return version("sqla_durable")
     except PackageNotFoundError:
         return "(not installed)"
-
-
-if __name__ == "__main__":
-    main()
