@@ -15,6 +15,9 @@ from sqla_durable.exc import (
     KeyConflict,
     LostLease,
     NestedStep,
+    NotIssued,
+    OperationFailed,
+    OperationUnknown,
     ReceiptMismatch,
     ResultError,
     RetryableError,
@@ -23,6 +26,7 @@ from sqla_durable.exc import (
     StepFailed,
     StepReused,
     StepTimeout,
+    Suspended,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -35,6 +39,7 @@ from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.listing import RunSummary
+from sqla_durable.operation import PENDING, Pending
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
@@ -44,6 +49,7 @@ from sqla_durable.status import StatusMachine
 from sqla_durable.worker import Worker
 
 __all__ = [
+    "PENDING",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
@@ -61,7 +67,11 @@ __all__ = [
     "Lifecycle",
     "LostLease",
     "NestedStep",
+    "NotIssued",
+    "OperationFailed",
+    "OperationUnknown",
     "Outcome",
+    "Pending",
     "PriorityMixin",
     "Receipt",
     "ReceiptMismatch",
@@ -80,6 +90,7 @@ __all__ = [
     "StepOutcome",
     "StepReused",
     "StepTimeout",
+    "Suspended",
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",

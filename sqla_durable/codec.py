@@ -103,12 +103,15 @@ class Codec(Generic[T]):
         return f"; annotate the function with exactly the type that it returns (now: {self._annotation})"
 
 
-def codec_for(fn: Callable[..., object]) -> Codec[Any]:
+def codec_for(fn: Callable[..., object], *, apart_from: type | None = None) -> Codec[Any]:
     """The codec of ``fn``'s return annotation; without one, that of plain JSON values.
 
+    :param apart_from: a member of a union in the annotation that is never stored.
     :raises UsageError: when the annotation cannot be resolved, or pydantic has no schema for it.
     """
     owner = _owner(fn)
+    if apart_from is not None:
+        return codec_of(_without(_annotation(owner), apart_from), _name(owner))
     if not isinstance(owner, types.FunctionType):  # a class, a builtin
         return _build(owner)
     codec = _codecs.get(owner)
@@ -194,6 +197,20 @@ def _annotation(owner: Any) -> Any:
         ) from error
     if typing.get_origin(annotation) in (collections.abc.Awaitable, collections.abc.Coroutine):
         return typing.get_args(annotation)[-1]
+    return annotation
+
+
+def _without(annotation: Any, member: type) -> Any:
+    """Return a union's annotation without one of its members, wherever the union is written out."""
+    origin, arms = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        kept = tuple(_without(arm, member) for arm in arms if arm is not member)
+        return typing.Union[kept]  # noqa: UP007 - of a tuple of any length
+    if origin is typing.Annotated:
+        return typing.Annotated[(_without(arms[0], member), *arms[1:])]
+    if (value := getattr(annotation, "__value__", None)) is not None:  # type X = ..., of Python 3.12 on
+        without = _without(value, member)
+        return annotation if without == value else without
     return annotation
 
 

@@ -18,8 +18,12 @@
      +-- HolderError             this holder may not go on with its run
      |    +-- LostLease              the fence moved on: the holder may write nothing any more
      |    +-- Cancelled              someone asked for this run to be cancelled
+     |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- StepFailed              a replayed step's recorded failure
+     +-- OperationFailed         raised by a poll: the operation itself has failed
+     +-- OperationUnknown        an operation may have been issued; what became of it was not recorded
      +-- RetryableError          nothing was decided; the same call may be made again
+          +-- NotIssued              raised by a start: the service certainly does not have the operation
           +-- DatabaseUnavailable    the connection broke, or the server takes no writes at present
           +-- StepTimeout            PostgreSQL cut off a step that idled, ran or waited for too long
           +-- TransactionConflict    a serialisation failure or a deadlock (SQLSTATE 40001, 40P01)
@@ -125,6 +129,13 @@ class Cancelled(HolderError):
     """Someone asked for this run to be cancelled; it can only land as cancelled now."""
 
 
+class Suspended(HolderError):
+    """The run waits for something outside: it was handed back, ready again and due later, and this handle is spent.
+
+    Raised to unwind the handler, which must let it pass; the next execution calls the handler anew.
+    """
+
+
 class StepFailed(DurableError):
     """A replayed step had failed for good; ``failure`` is what was recorded then."""
 
@@ -137,8 +148,31 @@ class StepFailed(DurableError):
         return f"step {self.step!r} failed with {self.failure.type}: {self.failure.message}"
 
 
+class OperationFailed(DurableError):
+    """Raise this in the ``poll`` of an operation: the service says that the operation itself has failed, for good."""
+
+
+class OperationUnknown(DurableError):
+    """An operation may have been issued, and what became of it was not recorded; it is never issued a second time.
+
+    An operator who has looked at the service resolves it: :meth:`.Runs.attach_ids` where the service has the operation,
+    :meth:`.Runs.never_issued` where it certainly has not, and then :meth:`.Runs.requeue`.
+    """
+
+    def __init__(self, message: str, step: str) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RetryableError(DurableError):
     """Nothing was decided: the same call may be made again."""
+
+
+class NotIssued(RetryableError):
+    """Raise this in the ``start`` of an operation: the service certainly does not have it, and may be asked anew."""
 
 
 class DatabaseUnavailable(RetryableError):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError
+from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError, Suspended
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt
-from sqla_durable.sqlstate import leaves
 
 
 class Ending(StrEnum):
@@ -30,6 +30,8 @@ class Ending(StrEnum):
     """The run is not ready, or not due; the handler was not called."""
     INTERRUPTED = "interrupted"
     """The run is not finished and will be claimed again: it was released, or is left to its lease."""
+    SUSPENDED = "suspended"
+    """The run waits for something outside, such as an operation; it is ready, and due again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Outcome:
 def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
     """Call the handler of a claimed run and land the run according to how that went.
 
-    A lost lease outweighs a cancel request, and that outweighs the handler's own result.
+    A lost lease outweighs a cancel request, that outweighs a suspension, and that the handler's own result.
 
     :raises BaseException: an interruption (``KeyboardInterrupt``, ``SystemExit``, ``asyncio.CancelledError``) passes,
      after the run was released where it can be; no failure is recorded.
@@ -71,7 +73,7 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
     except BaseException as interruption:
         if isinstance(interruption, Exception):
             raise
-        if holder.lost is not None:
+        if holder.lost is not None and not isinstance(holder.lost, Suspended):
             return _ended(holder, interruption)
         let_go(holder)
         raise
@@ -81,14 +83,13 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
     """Write how the handler ended, unless it has done so itself; the write may find the lease lost."""
     if holder.ended:
         return _outcome(holder, error)
-    failure = None if error is None else Failure.of(error)
     try:
         if holder.lost is not None:
             raise holder.lost
         if error is None:
             error = _finish(holder)
-        elif all(isinstance(leaf, RetryableError) for leaf in leaves(error)):
-            _back_off(holder, failure)
+        elif (verdict := holder.judge(error)).retryable:
+            _back_off(holder, error, verdict.delay)
         else:
             holder.fail(error, {})
     except Cancelled:
@@ -96,6 +97,7 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
     except LostLease:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), None, exception=error)
     except RetryableError as unavailable:
+        failure = None if error is None else Failure.of(error)
         return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), failure, exception=error or unavailable)
     return _outcome(holder, error)
 
@@ -114,7 +116,8 @@ def _finish(holder: Holder[Any]) -> Exception | None:
 
 def _outcome(holder: Holder[Any], error: BaseException | None) -> Outcome:
     landed = holder.status in holder.store.runs.lifecycle.machine.terminal
-    ending = Ending.LANDED if landed else Ending.INTERRUPTED
+    waits = Ending.SUSPENDED if isinstance(holder.lost, Suspended) else Ending.INTERRUPTED
+    ending = Ending.LANDED if landed else waits
     return Outcome(ending, holder.status, holder.known(), holder.failure, exception=error)
 
 
@@ -128,9 +131,9 @@ def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
     return _outcome(holder, error)
 
 
-def _back_off(holder: Holder[Any], failure: Failure | None) -> None:
+def _back_off(holder: Holder[Any], error: BaseException, delay: timedelta | None) -> None:
     if holder.store.runs.lifecycle.releases:
-        holder.release(failure)
+        holder.release(error, delay)
 
 
 def let_go(holder: Holder[Any]) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     ColumnElement,
+    Interval,
     String,
     Text,
     Update,
@@ -128,25 +129,68 @@ def landed(runs: RunRows[Any]) -> list[Column[Any]]:
     return [*runs.key, *_done(runs)]
 
 
-def release(runs: RunRows[Any], *, failed: bool, notify: bool = False) -> Update:
+def release(runs: RunRows[Any], *, failed: bool, delayed: bool = False, notify: bool = False) -> Update:
     """Hand the run back: ready again, owner cleared, so that every copy of the lease is spent.
 
     A run with a pending cancel request lands cancelled instead, and one that failed with its attempts used up lands
     too: neither is started again.
 
     :param failed: whether an ``error`` is recorded, and the run waits for its backoff.
+    :param delayed: whether it waits for ``delay`` instead of its backoff.
     :param notify: whether workers that listen are told of a run that is ready again.
     """
     lifecycle, retry = runs.lifecycle, runs.lifecycle.retry
-    landings: list[tuple[ColumnElement[bool], StrEnum]] = []
-    if lifecycle.cancelled is not None:
-        landings.append((runs.cancel_requested_at.is_not(None), lifecycle.cancelled))
     changes = _no_lease(runs)
+    spent: list[tuple[ColumnElement[bool], StrEnum]] = []
     if failed:
-        changes |= {runs.available_at: clock.stamp() + clock.backoff(retry, runs.attempts), **_error(runs)}
+        wait = _delay() if delayed else clock.backoff(retry, runs.attempts)
+        changes |= {runs.available_at: clock.stamp() + wait, **_error(runs)}
         if retry.max_attempts is not None:
-            landings.append((runs.attempts >= retry.max_attempts, lifecycle.spent))
+            spent.append((runs.attempts >= retry.max_attempts, lifecycle.spent))
+    return _hand_back(runs, changes, spent, notify=notify)
+
+
+def park(runs: RunRows[Any], *, failed: bool) -> Update:
+    """Hand the run back to wait for something outside: ready, due after ``delay``, and no attempt is counted.
+
+    The run has made progress, so that attempts start from nothing again: waiting, however long, uses none up. A run
+    with a pending cancel request lands cancelled instead.
+
+    :param failed: whether an ``error`` is recorded; else the last one is cleared.
+    """
+    changes = {
+        **_no_lease(runs),
+        runs.available_at: clock.stamp() + _delay(),
+        runs.attempts: 0,
+        **(_error(runs) if failed else {runs.error: None}),
+    }
+    return _hand_back(runs, changes, [])
+
+
+def remember(runs: RunRows[Any], error: ColumnElement[Any], step: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Return the run's failure history with ``error`` added, without its traceback, and the oldest dropped.
+
+    :param step: the key of the step in which it happened, or null.
+    """
+    when = func.jsonb_build_object("attempt", runs.attempts, "at", clock.stamp(), "step", step, type_=JSONB)
+    entry = when.op("||", return_type=JSONB())(error.op("-", return_type=JSONB())(cast("traceback", Text)))
+    full = func.jsonb_array_length(runs.failures) >= HISTORY
+    kept = case((full, runs.failures.op("-", return_type=JSONB())(literal_column("0"))), else_=runs.failures)
+    return kept.op("||", return_type=JSONB())(func.jsonb_build_array(entry, type_=JSONB))
+
+
+def _hand_back(
+    runs: RunRows[Any],
+    changes: dict[Column[Any], Any],
+    landings: list[tuple[ColumnElement[bool], StrEnum]],
+    *,
+    notify: bool = False,
+) -> Update:
+    """Move the run back to ready, unless someone asked to cancel it or another of the conditions lands it."""
+    lifecycle = runs.lifecycle
     ready = runs.constant(lifecycle.ready)
+    if lifecycle.cancelled is not None:
+        landings = [(runs.cancel_requested_at.is_not(None), lifecycle.cancelled), *landings]
     if landings:
         cases = [(condition, runs.constant(to)) for condition, to in landings]
         changes |= {
@@ -159,13 +203,8 @@ def release(runs: RunRows[Any], *, failed: bool, notify: bool = False) -> Update
     return released.returning(*changes, *(runs.notices() if notify else ()))
 
 
-def remember(runs: RunRows[Any], error: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Return the run's failure history with ``error`` added, without its traceback, and the oldest dropped."""
-    when = func.jsonb_build_object("attempt", runs.attempts, "at", clock.stamp(), type_=JSONB)
-    entry = when.op("||", return_type=JSONB())(error.op("-", return_type=JSONB())(cast("traceback", Text)))
-    full = func.jsonb_array_length(runs.failures) >= HISTORY
-    kept = case((full, runs.failures.op("-", return_type=JSONB())(literal_column("0"))), else_=runs.failures)
-    return kept.op("||", return_type=JSONB())(func.jsonb_build_array(entry, type_=JSONB))
+def _delay() -> ColumnElement[Any]:
+    return bound("delay", Interval())
 
 
 def _fence(runs: RunRows[Any]) -> ColumnElement[bool]:
@@ -198,4 +237,4 @@ def _no_lease(runs: RunRows[Any]) -> dict[Column[Any], Any]:
 
 def _error(runs: RunRows[Any]) -> dict[Column[Any], Any]:
     error = cast(bound("error", Text()), JSONB)
-    return {runs.error: error, runs.failures: remember(runs, error)}
+    return {runs.error: error, runs.failures: remember(runs, error, cast(bound("step", Text()), Text))}

@@ -6,27 +6,33 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from sqlalchemy import Connection, Update
 
-from sqla_durable import fence
+from sqla_durable import fence, policy
+from sqla_durable.causes import chain, leaves
 from sqla_durable.codec import Codec
 from sqla_durable.exc import (
     Cancelled,
     ConfigurationError,
     DurableError,
+    HolderError,
     LostLease,
     NestedStep,
     StepReused,
+    Suspended,
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.idempotency import idempotency_key
 from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
@@ -38,6 +44,7 @@ from sqla_durable.store import Store
 
 ValueT = TypeVar("ValueT")
 _MOMENT = 0.05
+_REMEMBERED = 100
 _inside: ContextVar[_Body | None] = ContextVar("sqla_durable_step", default=None)
 
 
@@ -50,6 +57,14 @@ class _Body:
     running: bool = True
 
 
+class _Raised(NamedTuple):
+    """What a step has raised in this execution, and what was decided about it then."""
+
+    step: str
+    error: BaseException
+    verdict: policy.Verdict
+
+
 class Holder(Generic[RunT]):
     """What :class:`.Run` and its asyncio twin are in front of.
 
@@ -59,6 +74,7 @@ class Holder(Generic[RunT]):
     :param make: returns the user's object as it was when claimed, detached; called on the first use.
     :param receipts: the receipts known at that time.
     :param cancel_requested: whether the run had been asked to be cancelled by then.
+    :param created_at: when it was inserted, as the database has it.
     """
 
     def __init__(
@@ -70,6 +86,7 @@ class Holder(Generic[RunT]):
         receipts: Iterable[Receipt],
         *,
         cancel_requested: bool,
+        created_at: object,
     ) -> None:
         self.steps = steps
         self.landings = landings
@@ -79,6 +96,7 @@ class Holder(Generic[RunT]):
         self._make = make
         self._made = threading.Lock()
         self._landed: Mapping[Any, Any] = {}
+        self._created_at = created_at
         self.receipts = {receipt.step: receipt for receipt in receipts}
         self.batch: tuple[Holder[RunT], ...] = (self,)
         self.status: StrEnum = self.store.runs.lifecycle.running
@@ -87,9 +105,11 @@ class Holder(Generic[RunT]):
         self.failure: Failure | None = None
         self.left = False
         self.claimed_at = -math.inf
+        self.issuing = False
         self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
+        self._raised: deque[_Raised] = deque(maxlen=_REMEMBERED)
         self.note_cancel(requested=cancel_requested)
 
     @property
@@ -111,58 +131,78 @@ class Holder(Generic[RunT]):
         """See :meth:`.Run.step`."""
 
         def live(name: str) -> Recorded[ValueT]:
-            with self._within(name):
+            with self.within(name):
                 return self.steps.transactional(self.lease, name, body, codec)
 
         return self._step(key, Effect.TRANSACTIONAL, codec, live)
 
     def external(self, key: str | int, codec: Codec[ValueT], call: Callable[[], ValueT]) -> ValueT:
         """See :meth:`.Run.external`."""
+        return self._outside(key, Effect.EXTERNAL, codec, lambda _: call())
 
+    def keyed(self, key: str | int, codec: Codec[ValueT], call: Callable[[str], ValueT]) -> ValueT:
+        """See :meth:`.Run.keyed`."""
+        return self._outside(key, Effect.KEYED, codec, lambda _: call(self.idempotency_key(key)))
+
+    def idempotency_key(self, key: str | int) -> str:
+        """See :meth:`.Run.idempotency_key`."""
+        if not isinstance(self._created_at, datetime):
+            raise UsageError(
+                f"{self.store.runs.entity.__name__}.created_at is {self._created_at!r} on the claimed run, and an "
+                "idempotency key is made of it; map it as a DateTime that is not deferred."
+            )
+        identity = self.store.key_values(self.lease.identity)
+        return idempotency_key(self.store.name, identity, self._created_at, stored_key(key))
+
+    def _outside(self, key: str | int, effect: Effect, codec: Codec[ValueT], call: Callable[[str], ValueT]) -> ValueT:
         def live(name: str) -> Recorded[ValueT]:
-            with self._within(name):
-                value = call()
+            with self.within(name):
+                value = call(name)
             text, result = codec.round_trip(value, name)
-            recorded = self.steps.record(self.lease, name, Effect.EXTERNAL, result=text)
+            recorded = self.steps.record(self.lease, name, effect, result=text)
             if recorded.before:
-                result = replayed(recorded.receipt, Effect.EXTERNAL, codec)
+                result = replayed(recorded.receipt, effect, codec)
             return Recorded(recorded.receipt, result, recorded.cancel_requested)
 
-        return self._step(key, Effect.EXTERNAL, codec, live)
+        return self._step(key, effect, codec, live)
 
     def _step(
         self, key: str | int, effect: Effect, codec: Codec[ValueT], live: Callable[[str], Recorded[ValueT]]
     ) -> ValueT:
-        name = self._key(key)
+        name = self.take(key)
         known = self.receipts.get(name)
-        if known is not None and name not in self._seen:
-            # A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
-            self._seen.add(name)
-            value = replayed(known, effect, codec)
-            self._used.add(name)
-            return value
-        self.refuse_lost()
-        try:
-            recorded = live(name)
-        except DurableError as error:
-            self.note(error)
-            raise
-        except Exception as error:
-            self._record_failure(name, effect, error)
-            raise
-        self.receipts[name] = recorded.receipt
-        self._used.add(name)
-        self.note_cancel(requested=recorded.cancel_requested)
+        with self.raising(name):
+            if known is not None and name not in self._seen:
+                # A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
+                self._seen.add(name)
+                value = replayed(known, effect, codec)
+                self._used.add(name)
+                return value
+            self.refuse_lost()
+            try:
+                recorded = live(name)
+            except DurableError:
+                raise
+            except Exception as error:
+                if not self.decide(name, error).retryable:
+                    self._record_failure(name, effect, error)
+                raise
+        self.succeeded(recorded.receipt, cancel_requested=recorded.cancel_requested)
         return recorded.value
 
     def _record_failure(self, name: str, effect: Effect, error: Exception) -> None:
         try:
             receipt = self.steps.record(self.lease, name, effect, failure=Failure.of(error)).receipt
         except DurableError as ours:
-            self.note(ours)
             raise ours from error
         self.receipts[name] = receipt
         self._seen.add(name)
+
+    def succeeded(self, receipt: Receipt, *, cancel_requested: bool) -> None:
+        """Note that a step has succeeded, so that its key is used up."""
+        self.receipts[receipt.step] = receipt
+        self._used.add(receipt.step)
+        self.note_cancel(requested=cancel_requested)
 
     def refuse_nested(self, key: str | int) -> None:
         """Refuse a step that was started inside the body of another step of this run."""
@@ -172,7 +212,8 @@ class Holder(Generic[RunT]):
                 "another receipt. Call it after that step, or do its work in the same body."
             )
 
-    def _key(self, key: str | int) -> str:
+    def take(self, key: str | int) -> str:
+        """Return a step's key as it is stored, having refused one that was used before in this execution."""
         name = stored_key(key)
         self.refuse_nested(key)
         if name in self._used:
@@ -183,7 +224,8 @@ class Holder(Generic[RunT]):
         return name
 
     @contextmanager
-    def _within(self, name: str) -> Generator[None, None, None]:
+    def within(self, name: str) -> Generator[None, None, None]:
+        """Refuse other steps while the body of this one runs."""
         body = _Body(self, name)
         token = _inside.set(body)
         try:
@@ -195,6 +237,43 @@ class Holder(Generic[RunT]):
     def _body(self) -> _Body | None:
         body = _inside.get()
         return body if body is not None and body.holder is self and body.running else None
+
+    # failures
+
+    @contextmanager
+    def raising(self, name: str) -> Generator[None, None, None]:
+        """Note what a step raises: as this step's, and what ends this holder's right to write."""
+        try:
+            yield
+        except Exception as error:
+            self.decide(name, error)
+            if isinstance(error, DurableError):
+                self.note(error)
+            raise
+
+    def decide(self, name: str, error: BaseException) -> policy.Verdict:
+        """Decide whether what a step has raised is retryable, and note both; it is decided once."""
+        for leaf in leaves(error):
+            noted = self._noted(leaf)
+            if noted is None or noted.step != name:
+                verdict = policy.judge_one(self.store.runs.lifecycle.retry, leaf)
+                self._raised.appendleft(_Raised(name, leaf, verdict))
+        return self.judge(error)
+
+    def judge(self, error: BaseException) -> policy.Verdict:
+        """Decide whether a failure is retryable; about one that a step has raised, as was decided then."""
+        retry = self.store.runs.lifecycle.retry
+        noted = {id(leaf): self._noted(leaf) for leaf in leaves(error)}
+        return policy.judge(retry, error, {key: raised.verdict for key, raised in noted.items() if raised is not None})
+
+    def step_of(self, error: BaseException | Failure | None) -> str | None:
+        """Return the key of the step that raised ``error``, or the nearest of what led to it."""
+        if not isinstance(error, BaseException):
+            return None
+        return next((raised.step for link in chain(error) if (raised := self._noted(link)) is not None), None)
+
+    def _noted(self, error: BaseException) -> _Raised | None:
+        return next((raised for raised in self._raised if raised.error is error), None)
 
     # the lease
 
@@ -246,8 +325,7 @@ class Holder(Generic[RunT]):
 
     def note(self, error: DurableError) -> None:
         """Note an error that ends this holder's right to write; a lost lease outweighs a cancel request."""
-        ours = isinstance(error, LostLease | Cancelled) and error.lease == self.lease
-        if ours and not isinstance(self.lost, LostLease):
+        if isinstance(error, HolderError) and error.lease == self.lease and _weight(error) >= _weight(self.lost):
             self.lost = error
 
     # landing
@@ -261,8 +339,7 @@ class Holder(Generic[RunT]):
     def fail(self, error: BaseException | Failure, values: Mapping[str, Any]) -> None:
         """See :meth:`.Run.fail`."""
         self.refuse_lost()
-        failure = error if isinstance(error, Failure) else Failure.of(error)
-        self.land(self.store.runs.lifecycle.failed, values, failure)
+        self.land(self.store.runs.lifecycle.failed, values, error)
 
     def cancel(self) -> None:
         """Land a run that was asked to be cancelled."""
@@ -270,23 +347,46 @@ class Holder(Generic[RunT]):
         if cancelled is not None:
             self.land(cancelled, {})
 
-    def land(self, to: StrEnum, values: Mapping[str, Any], failure: Failure | None = None) -> None:
+    def land(self, to: StrEnum, values: Mapping[str, Any], error: BaseException | Failure | None = None) -> None:
         """Move the run to a terminal status, in one fenced statement."""
         changed = assignments(self.store.runs, self.store.runs.status, values, [self.store.runs.lifecycle.running])
-        self._end(fence.land(self.store.runs, to, changed, failed=failure is not None), failure)
+        self._end(fence.land(self.store.runs, to, changed, failed=error is not None), error)
 
-    def release(self, failure: Failure | None = None) -> None:
-        """See :meth:`.Run.release`; with a failure, after its backoff."""
+    def release(self, error: BaseException | None = None, delay: timedelta | None = None) -> None:
+        """See :meth:`.Run.release`; with an error, after its backoff or the delay."""
+        self.refuse_unreleasable()
+        failed = error is not None
+        # One that failed is not due before its backoff.
+        notify = self.store.notifies and not failed
+        statement = fence.release(self.store.runs, failed=failed, delayed=delay is not None, notify=notify)
+        self._end(statement, error, **({} if delay is None else {"delay": delay}))
+
+    def park(self, delay: timedelta, what: str, error: Exception | None = None) -> NoReturn:
+        """Hand the run back to wait for something outside, and raise what unwinds its handler.
+
+        :param delay: after which the run is due again.
+        :param what: what it waits for.
+        :param error: recorded on the run, where that is why it waits.
+        """
+        self.refuse_unreleasable()
+        delay = policy.clamped(delay)
+        self._end(fence.park(self.store.runs, failed=error is not None), error, delay=delay)
+        if self.status == self.store.runs.lifecycle.cancelled:
+            unwinds: HolderError = self.store.cancelled(self.lease)
+        else:
+            name = f"{self.store.runs.entity.__name__} {self.lease.identity!r}"
+            unwinds = Suspended(f"{name} waits for {what}; it is {self.status.value}, and due in {delay}.", self.lease)
+        self.note(unwinds)
+        raise unwinds from error
+
+    def refuse_unreleasable(self) -> None:
+        """Refuse to hand back a run whose machine has no edge for it."""
         lifecycle = self.store.runs.lifecycle
         if not lifecycle.releases:
             raise ConfigurationError(
                 f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a "
                 "run cannot be released; it is left to its lease. Declare the edge in transitions=."
             )
-        # One that failed is not due before its backoff.
-        failed = failure is not None
-        notify = self.store.notifies and not failed
-        self._end(fence.release(self.store.runs, failed=failed, notify=notify), failure)
 
     def _land_in_group(self) -> bool:
         self._ending = True
@@ -298,10 +398,12 @@ class Holder(Generic[RunT]):
         finally:
             self._ending = False
 
-    def _end(self, statement: Update, failure: Failure | None) -> None:
-        error = {} if failure is None else {"error": json.dumps(failure.to_json())}
+    def _end(self, statement: Update, error: BaseException | Failure | None, **more: Any) -> None:
+        failure = Failure.of(error) if isinstance(error, BaseException) else error
+        if failure is not None:
+            more |= {"error": json.dumps(failure.to_json()), "step": self.step_of(error)}
         key = self.store.runs.parameters(self.lease.identity)
-        parameters = {**key, **arguments(fence=self.lease.fence, **error)}
+        parameters = {**key, **arguments(fence=self.lease.fence, **more)}
         self._ending = True
         try:
             row = self.store.write(
@@ -322,6 +424,13 @@ class Holder(Generic[RunT]):
             self._landed = landed
             if self._row is not None:
                 self.store.runs.show(self._row, landed)
+
+
+def _weight(error: DurableError | None) -> int:
+    """What outweighs what, of the errors that end a holder's right to write."""
+    if error is None:
+        return 0
+    return 3 if isinstance(error, LostLease) else 2 if isinstance(error, Cancelled) else 1
 
 
 def stored_key(key: str | int) -> str:

@@ -125,7 +125,7 @@ def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Updat
         runs.available_at: _by_fate(runs, lambda to: due_again if to == kept else runs.available_at),
         runs.finished_at: _by_fate(runs, lambda to: clock.stamp() if to in machine.terminal else null()),
         runs.error: error,
-        runs.failures: remember(runs, error),
+        runs.failures: remember(runs, error, cast(null(), Text)),
     }
     return runs.update(locking, changes, name).returning(*runs.key, runs.status)
 

@@ -25,13 +25,15 @@ from sqlalchemy import (
     func,
     inspect,
     literal,
+    not_,
     null,
+    or_,
     select,
     text,
     update,
 )
 from sqlalchemy import cast as sql_cast
-from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy.dialects.postgresql import JSONB, Insert, insert
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.sql.dml import ReturningInsert
 
@@ -46,7 +48,7 @@ RunT = TypeVar("RunT")
 
 KEY_LENGTH = 200
 UNSEALED = ""
-_RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at"
+_RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at", "ids"
 
 
 class Effect(StrEnum):
@@ -56,13 +58,28 @@ class Effect(StrEnum):
     """Exactly once: the effect is in the database and commits with its receipt."""
     EXTERNAL = "external"
     """At least once: a call outside any transaction; a crash before the receipt repeats it."""
+    KEYED = "keyed"
+    """At least once, with the same idempotency key each time: once, where the callee honours it."""
+    OPERATION = "operation"
+    """At most once: its intent is recorded before it is issued, and then it is only polled."""
 
 
 class StepOutcome(StrEnum):
-    """How a step ended."""
+    """How a step ended, or how far an operation has come."""
 
     SUCCEEDED = "succeeded"
+    """It returned, and its result is recorded."""
     FAILED = "failed"
+    """It raised, and its failure is recorded."""
+    ISSUED = "issued"
+    """An operation's intent is recorded, and nothing after it: whether the service has it is not known."""
+    PENDING = "pending"
+    """An operation's ids are recorded, and it has not ended yet as far as is known."""
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the step has ended, so that it is answered from its receipt."""
+        return self in {StepOutcome.SUCCEEDED, StepOutcome.FAILED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +87,13 @@ class Receipt:
     """What was recorded of one step.
 
     :param step: the step's key, as stored.
-    :param outcome: how it ended.
-    :param result: what it returned, as JSON; None where it failed.
-    :param failure: what it raised; None where it succeeded.
+    :param outcome: how it ended, or how far an operation has come.
+    :param result: what it returned, as JSON; None where it failed or has not ended.
+    :param failure: what it raised; None where it succeeded or has not ended.
     :param effect: how often the effect happens.
-    :param fence: the fence of the holder that recorded it.
-    :param recorded_at: when, on the database clock.
+    :param fence: the fence of the holder that recorded it; of a pending operation, the issuer's.
+    :param recorded_at: when, on the database clock; of an operation that has not ended, when it came as far as it has.
+    :param ids: what the service knows an operation by, as JSON; None for other steps.
     """
 
     step: str
@@ -85,6 +103,7 @@ class Receipt:
     effect: Effect
     fence: int
     recorded_at: datetime
+    ids: Any = None
 
 
 class _ReceiptColumns:
@@ -97,6 +116,7 @@ class _ReceiptColumns:
         fence: Mapped[int]
         recorded_at: Mapped[datetime]
         unsealed: Mapped[str | None]
+        ids: Mapped[Any]
     else:
         step = mapped_column(String(KEY_LENGTH), primary_key=True, sort_order=-1)
         outcome = mapped_column(String(20))
@@ -106,6 +126,7 @@ class _ReceiptColumns:
         fence = mapped_column(BigInteger, nullable=False)
         recorded_at = mapped_column(DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()"))
         unsealed = mapped_column(String(KEY_LENGTH))
+        ids = mapped_column(JSONB(none_as_null=True))
 
     __run__: ClassVar[type[Any]]
 
@@ -181,7 +202,14 @@ def _configure(mapper: Mapper[Any]) -> None:
         receipts.result.is_(None),
         receipts.error.is_(None),
     )
-    outcome = {StepOutcome.SUCCEEDED.value: succeeded, StepOutcome.FAILED.value: failed}
+    # Neither result nor error, and of an operation only.
+    open_ended = receipts.unsealed.is_(None), receipts.result.is_(None), receipts.error.is_(None), receipts.is_operation
+    outcome = {
+        StepOutcome.SUCCEEDED.value: succeeded,
+        StepOutcome.FAILED.value: failed,
+        StepOutcome.ISSUED.value: and_(*open_ended, receipts.ids.is_(None)),
+        StepOutcome.PENDING.value: and_(*open_ended, receipts.ids.is_not(None)),
+    }
     add_check(receipts.table, "outcome", case(outcome, value=receipts.outcome, else_=under_way))
 
 
@@ -212,6 +240,21 @@ class ReceiptRows(Rows[Any]):
         self.fence = self.column("fence")
         self.recorded_at = self.column("recorded_at")
         self.unsealed = self.column("unsealed")
+        self.ids = self.column("ids")
+
+    @property
+    def is_operation(self) -> ColumnElement[bool]:
+        """The condition that a receipt is of an operation."""
+        return self.effect == literal(Effect.OPERATION.value, String)
+
+    def in_outcome(self, *outcomes: StepOutcome) -> ColumnElement[bool]:
+        """The condition that a receipt has one of these outcomes."""
+        return or_(*(self.outcome == literal(outcome.value, String) for outcome in outcomes))
+
+    @property
+    def may_be_done_again(self) -> ColumnElement[bool]:
+        """The condition that a step has failed and may be done anew; an operation's receipt is its only permission."""
+        return and_(self.in_outcome(StepOutcome.FAILED), not_(self.is_operation))
 
     @property
     def guard(self) -> str:
@@ -228,7 +271,7 @@ class ReceiptRows(Rows[Any]):
 
         JSON is read as text, since the user's engine may decode it its own way, floats as decimals for one.
         """
-        json_columns = {"result", "error"}
+        json_columns = {"result", "error", "ids"}
         columns = [(name, self.column(name)) for name in _RECORDED]
         return [sql_cast(column, Text) if name in json_columns else column for name, column in columns]
 
@@ -246,13 +289,13 @@ def sealing(receipts: ReceiptRows) -> Update:
     """Turn the unsealed receipt into the recorded outcome; no row means that its transaction was ended."""
     return (
         update(receipts.table)
-        .where(*receipts.of_run(), receipts.step == _step(), receipts.unsealed.is_not(None))
+        .where(*receipts.of_run(), receipts.step == step_key(), receipts.unsealed.is_not(None))
         .values(
             {
                 **receipts.untouched(),
                 receipts.unsealed: null(),
                 receipts.outcome: literal(StepOutcome.SUCCEEDED.value, String),
-                receipts.result: _json("result"),
+                receipts.result: json_bound("result"),
                 receipts.recorded_at: clock.stamp(),
             }
         )
@@ -267,8 +310,8 @@ def recording(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     """Insert a finished receipt of a run that is ``held``, with either a ``result`` or an ``error``."""
     values = {
         receipts.outcome: bound("outcome", String()),
-        receipts.result: _json("result"),
-        receipts.error: _json("error"),
+        receipts.result: json_bound("result"),
+        receipts.error: json_bound("error"),
         receipts.recorded_at: clock.stamp(),
     }
     return _insert(receipts, held, values)
@@ -285,32 +328,41 @@ def of_runs(receipts: ReceiptRows, identities: Sequence[Ident]) -> AnySelect:
 
 def one(receipts: ReceiptRows) -> AnySelect:
     """Read the receipt of one step."""
-    return select(*receipts.recorded()).where(*receipts.of_run(), receipts.step == _step())
+    return select(*receipts.recorded()).where(*receipts.of_run(), receipts.step == step_key())
 
 
 def forget_failed(receipts: ReceiptRows) -> Delete:
-    """Remove the failed receipts of a run that is given another life."""
-    failed = receipts.outcome == literal(StepOutcome.FAILED.value, String)
-    return delete(receipts.table).where(*receipts.of_run(), failed)
+    """Remove the failed receipts of a run that is given another life; those of operations stay."""
+    return delete(receipts.table).where(*receipts.of_run(), receipts.may_be_done_again)
 
 
 def receipt_of(row: Sequence[Any]) -> Receipt:
     """Return the value for the columns that :meth:`.ReceiptRows.recorded` names."""
-    step, outcome, result, error, effect, fence, recorded_at = row
-    value = None if result is None else json.loads(result)
+    step, outcome, result, error, effect, fence, recorded_at, ids = row
     failure = None if error is None else Failure.from_json(json.loads(error))
-    return Receipt(step, StepOutcome(outcome), value, failure, Effect(effect), fence, recorded_at)
+    return Receipt(step, StepOutcome(outcome), parsed(result), failure, Effect(effect), fence, recorded_at, parsed(ids))
 
 
-def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> ReturningInsert[Any]:
+def parsed(text: str | None) -> Any:
+    """Return the value of a JSON text; None where there is no text."""
+    return None if text is None else json.loads(text)
+
+
+def from_held(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], Any]) -> tuple[Insert, list[Column[Any]]]:
+    """Insert a receipt of a run that is ``held``; also return the columns it is given."""
     named: dict[Column[Any], ColumnElement[Any]] = {
         **{column: held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)},
-        receipts.step: _step(),
+        receipts.step: step_key(),
         receipts.effect: bound("effect", String()),
         receipts.fence: held.c.fence,
         **values,
     }
-    statement = insert(receipts.table).from_select(list(named), select(*named.values()), include_defaults=False)
+    rows = select(*named.values())
+    return insert(receipts.table).from_select(list(named), rows, include_defaults=False), list(named)
+
+
+def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> ReturningInsert[Any]:
+    statement, named = from_held(receipts, held, values)
     again = [receipts.outcome, receipts.result, receipts.error, receipts.unsealed]
     replaced = {
         **{column.key: null() for column in again},
@@ -319,13 +371,15 @@ def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], Colum
     return statement.on_conflict_do_update(
         index_elements=[*receipts.run_key, receipts.step],
         set_=replaced,
-        where=receipts.outcome == literal(StepOutcome.FAILED.value, String),
+        where=receipts.may_be_done_again,
     ).returning(receipts.recorded_at)
 
 
-def _step() -> ColumnElement[str]:
+def step_key() -> ColumnElement[str]:
+    """The parameter ``step``."""
     return bound("step", String())
 
 
-def _json(name: str) -> ColumnElement[Any]:
+def json_bound(name: str) -> ColumnElement[Any]:
+    """A parameter that is given as JSON text."""
     return sql_cast(bound(name, Text()), JSONB)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeAlias, cast
 
-from sqla_durable.exc import ConfigurationError
+from sqla_durable.exc import ConfigurationError, RetryableError
+
+RetryPolicy: TypeAlias = Callable[[Exception], bool | timedelta]
+RetryOn: TypeAlias = type[Exception] | tuple[type[Exception], ...] | RetryPolicy
 
 LONGEST: Final = timedelta(days=36500)
 """Beyond any use, and well within what PostgreSQL can add to the present."""
@@ -15,12 +20,16 @@ LONGEST: Final = timedelta(days=36500)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """A bounded, spaced number of starts.
+    """Which failures are tried again: a bounded, spaced number of starts.
 
     The delay before start *n + 1* is ``backoff * factor ** (n - 1)``, no longer than ``cap``, and then lengthened
     or shortened by up to the share ``jitter`` of itself (`Exponential Backoff and Jitter
     <https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/>`_).
 
+    :param on: the failures that are retryable: a type of exception, a tuple of types, or a callable that is asked about
+     each one. It answers with a bool, or with the delay to wait for, as an HTTP ``Retry-After`` names it. A
+     :class:`.RetryableError` always is, and no other error of this library ever. An exception group is retryable where
+     all that is in it is.
     :param max_attempts: how many times a run may be started. An attempt counts when it is claimed, so a run that
      kills its process each time is bounded too. ``None`` removes the bound.
     :param backoff: the delay after the first attempt; ``timedelta(0)`` for none.
@@ -30,6 +39,7 @@ class Retry:
     :raises ConfigurationError: for a value out of its range.
     """
 
+    on: RetryOn = RetryableError
     max_attempts: int | None = 5
     backoff: timedelta = timedelta(seconds=1)
     factor: float = 2.0
@@ -37,6 +47,7 @@ class Retry:
     jitter: float = 0.1
 
     def __post_init__(self) -> None:
+        _check_policy(self.on, self.kinds)
         require_durations(self, backoff=self.backoff, cap=self.cap)
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ConfigurationError(f"Retry(max_attempts={self.max_attempts}): at least 1, or None for no bound.")
@@ -53,11 +64,35 @@ class Retry:
             raise ConfigurationError(f"Retry(jitter={self.jitter}): a share from 0 to 1.")
 
     @property
+    def kinds(self) -> tuple[type[Exception], ...] | None:
+        """The types of exception that ``on`` names; None where it is asked instead."""
+        on: object = self.on
+        if isinstance(on, tuple):
+            return cast("tuple[type[Exception], ...]", on)
+        return (cast("type[Exception]", on),) if isinstance(on, type) else None
+
+    @property
     def doublings(self) -> int:
         """After how many multiplications by ``factor`` the cap is reached, so that SQL never overflows."""
         if not self.backoff or self.factor == 1:
             return 0
         return math.ceil(math.log(self.cap / self.backoff, self.factor))
+
+
+def _check_policy(on: object, kinds: tuple[object, ...] | None) -> None:
+    """Refuse what could not decide, or would keep a :class:`Retry` from being a value."""
+    for kind in kinds or ():
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise ConfigurationError(f"Retry(on={on!r}): {kind!r} is not a subclass of Exception.")
+    if kinds is None and (not callable(on) or inspect.iscoroutinefunction(on)):
+        raise ConfigurationError(
+            f"Retry(on={on!r}): a type of exception, a tuple of them, or a plain function of the exception that "
+            "returns a bool or a timedelta."
+        )
+    try:
+        hash(on)
+    except TypeError as error:
+        raise ConfigurationError(f"Retry(on={on!r}): must be hashable; pass a function.") from error
 
 
 def require_durations(owner: object, **durations: object) -> None:

@@ -117,6 +117,7 @@ class RunRows(Rows[RunT]):
         self.cancel_requested_at = self.column("cancel_requested_at")
         self.error = self.column("error")
         self.failures = self.column("failures")
+        self.created_at = self.column("created_at")
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
         keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)

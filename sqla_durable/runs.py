@@ -22,12 +22,14 @@ from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
 from sqla_durable.listing import RunSummary
+from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.verbs import Verbs
 
 P = ParamSpec("P")
+IdsT = TypeVar("IdsT")
 ResultT = TypeVar("ResultT")
 
 
@@ -54,6 +56,17 @@ class Handle(Generic[RunT]):
     def receipts(self) -> tuple[Receipt, ...]:
         """The receipts known so far, in the order they were recorded; no statement is sent."""
         return self.holder.known()
+
+    def idempotency_key(self, key: str | int) -> str:
+        """Return the idempotency key of a step: a UUID made of the run and the step's key; no statement is sent.
+
+        It is the same in every attempt, process and form, and after a requeue. It differs between runs, also between
+        those of databases that have the same tables and primary keys: the run's ``created_at`` is part of it.
+
+        :param key: the step's key.
+        :raises UsageError: where the run's primary key is of a type that has no text of its own.
+        """
+        return self.holder.idempotency_key(key)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.holder.lease!r}>"
@@ -123,6 +136,65 @@ class Run(Handle[RunT]):
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
             return self.holder.external(key, codec, lambda: _plain(fn(*args, **kwargs), fn))
+
+    def keyed(
+        self, key: str | int, fn: Callable[Concatenate[str, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """Call ``fn(idempotency_key, *args, **kwargs)`` outside any transaction, then record its result.
+
+        Like :meth:`external`, and the call is made with the same idempotency key each time. A service that has one
+        effect for all calls with one key has the effect exactly once.
+
+        :param key: as for :meth:`step`.
+        :param fn: the call; its first argument is :meth:`idempotency_key` of the step.
+        :return: what ``fn`` returned, as it reads back from the receipt.
+        :raises UsageError: where the run's primary key is of a type that an idempotency key cannot be made of.
+        :raises Exception: as for :meth:`step`.
+        """
+        _refuse_coroutine(fn)
+        codec: Codec[ResultT] = codec_for(fn)
+        with self._one_at_a_time:
+            return self.holder.keyed(key, codec, lambda name: _plain(fn(name, *args, **kwargs), fn))
+
+    def operation(
+        self,
+        key: str | int,
+        *,
+        start: Callable[[], IdsT],
+        poll: Callable[[IdsT], ResultT | Pending],
+        every: timedelta = timedelta(seconds=10),
+    ) -> ResultT:
+        """Issue an operation at most once, then poll it until it ends, without a worker that waits for it.
+
+        While ``poll`` returns :data:`.PENDING` the run is handed back, due at the next poll, and :class:`.Suspended`
+        unwinds the handler; no attempt is counted. The next execution comes back here and only polls. A ``poll`` that
+        raises leaves the operation as it is: it is polled again.
+
+        :param key: as for :meth:`step`.
+        :param start: issues the operation and returns what the service knows it by; its return annotation says how
+         that is stored. It raises :class:`.NotIssued` where the service certainly does not have the operation.
+        :param poll: is given what ``start`` returned, and returns the result, or :class:`.Pending`. It raises
+         :class:`.OperationFailed` where the operation itself has failed.
+        :param every: how long to wait between polls.
+        :return: the result, as it reads back from the receipt.
+        :raises Suspended: while the operation has not ended, or could not be asked about; let it pass.
+        :raises OperationUnknown: where it was issued, or was about to be, and no ids were recorded.
+        :raises OperationFailed: where ``poll`` says so; :class:`.StepFailed` from then on.
+        :raises ConfigurationError: where the machine has no edge from running to ready.
+        :raises Exception: as for :meth:`step`.
+        """
+        _refuse_coroutine(start)
+        _refuse_coroutine(poll)
+        operation: Operation[IdsT, ResultT] = Operation(
+            self.holder,
+            codec_for(start),
+            codec_for(poll, apart_from=Pending),
+            start=lambda: _plain(start(), start),
+            poll=lambda ids: _plain(poll(ids), poll),
+            every=every,
+        )
+        with self._one_at_a_time:
+            return operation.carry_out(key)
 
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
@@ -228,9 +300,9 @@ class Runs(Generic[RunT]):
     def execute(self, target: object, handler: Callable[[Run[RunT]], object], *, run_now: bool = False) -> Outcome:
         """Carry a run out: claim it, keep its lease alive, call the handler, and land the run.
 
-        A handler that returns lands the run as done, one that raises lands it as failed; after a
-        :class:`.RetryableError` it goes back to ready instead, due after its backoff. A terminal run is answered from
-        its receipts, and nothing runs.
+        A handler that returns lands the run as done, one that raises lands it as failed; after a failure that
+        ``Lifecycle(retry=...)`` takes for retryable it goes back to ready instead, due after its backoff. A terminal
+        run is answered from its receipts, and nothing runs.
 
         :param target: what :meth:`claim` takes; or a run claimed before, which is fenced and renewed first.
         :param handler: called with the run.
@@ -336,6 +408,7 @@ class Runs(Generic[RunT]):
         """Give a terminal run another life: ready, attempts reset, fence and successful receipts kept.
 
         An expiry that has passed is cleared, as the run would expire at once; one that is still to come stands.
+        The receipts of operations are kept, too, however far these have come.
 
         :return: True if this call did; False where the run is not in a status that ``Lifecycle(requeue=...)`` names.
         :raises UsageError: where the lifecycle names none.
@@ -400,6 +473,31 @@ class Runs(Generic[RunT]):
         :raises TransactionConflict: retry the whole transaction.
         """
         self._verbs.record(session, lease, key, result, type_)
+
+    def attach_ids(self, session: Session, ident: object, key: str | int, ids: object, *, type_: Any = Any) -> bool:
+        """Say, in the caller's transaction, by which ids the service knows an operation whose outcome is unknown.
+
+        The run's status stays as it is: :meth:`requeue` it, and it polls.
+
+        :param ids: what ``start`` would have returned.
+        :param type_: how they are stored, as the return annotation of ``start`` says it; by default as plain JSON.
+        :return: True if this call did; False where no operation of that key is issued without ids.
+        :raises ResultError: where they would not come back equal.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.attach_ids(session, ident, key, ids, type_)
+
+    def never_issued(self, session: Session, ident: object, key: str | int) -> bool:
+        """Allow, in the caller's transaction, an operation to be issued anew: its receipt is deleted.
+
+        To be said of an operation that the service certainly does not have, or that has failed there. The run's status
+        stays as it is: :meth:`requeue` it, and it issues.
+
+        :return: True if this call did; False where no operation of that key is issued without ids, or has failed, or
+         where the run is running under the very fence it was issued under: its holder may be issuing it right now.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.never_issued(session, ident, key)
 
 
 class _Sessions:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 from psycopg import Error
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from sqla_durable.causes import chain
 from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, TransactionConflict
 
 ValueT = TypeVar("ValueT")
@@ -64,25 +65,7 @@ def is_outdated(error: BaseException | None) -> bool:
 
 def database_errors(error: BaseException) -> Iterator[BaseException]:
     """Return the errors of the database that led to ``error``, the nearest first."""
-    seen: set[int] = set()
-    links: list[BaseException | None] = [error]
-    while links:
-        link = links.pop(0)
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        if isinstance(link, DBAPIError | Error):
-            yield link
-        links += [leaf for leaf in leaves(link) if leaf is not link]
-        links.append(link.__cause__ or link.__context__)
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """Return the exceptions in an exception group, however deep; of another exception, itself."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    group = cast("BaseExceptionGroup[BaseException]", error)
-    return [leaf for member in group.exceptions for leaf in leaves(member)]
+    return (link for link in chain(error) if isinstance(link, DBAPIError | Error))
 
 
 def translate(error: BaseException) -> RetryableError | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from sqla_durable.codec import Codec
 from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
+from sqla_durable.intent import Intents
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import (
@@ -27,6 +28,7 @@ from sqla_durable.receipt import (
     StepOutcome,
     one,
     opening,
+    parsed,
     receipt_of,
     recording,
     sealing,
@@ -36,14 +38,12 @@ from sqla_durable.run import RunRows
 from sqla_durable.session import StepSession, ended
 from sqla_durable.sqlstate import (
     retry_conflicts,
-    retry_outages,
     translate,
 )
 from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
 
 ValueT = TypeVar("ValueT")
-_PATIENCE = timedelta(seconds=5)
 _OPENED = "cancel_requested", "renew_at", "opened", "idle_limit"
 
 
@@ -160,11 +160,7 @@ class Steps:
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
-        row = retry_outages(
-            lambda: self.store.write(lease, lambda connection: self._record(connection, values)),
-            self.store.sessions.sleep,
-            min(_PATIENCE, self.store.runs.lifecycle.lease),
-        )
+        row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         if row.recorded_at is None:
             known = self.store.single(lambda connection: self._read(connection, lease, key))
             return Written(known, before=True, cancel_requested=row.cancel_requested)
@@ -178,6 +174,11 @@ class Steps:
         if row.recorded_at is None:
             return None
         return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, result, None)
+
+    @cached_property
+    def intents(self) -> Intents:
+        """The receipts of operations."""
+        return Intents(self.store)
 
     # the parts of the sentence
 
@@ -238,8 +239,7 @@ class Steps:
         self, lease: Lease, key: str, effect: Effect, at: datetime, result: str | None, failure: Failure | None
     ) -> Receipt:
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
-        value = None if result is None else json.loads(result)
-        return Receipt(key, outcome, value, failure, effect, lease.fence, at)
+        return Receipt(key, outcome, parsed(result), failure, effect, lease.fence, at)
 
     @cached_property
     def guard(self) -> str:
@@ -273,11 +273,19 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
     :raises StepFailed: where the step had failed.
     :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
     """
+    refuse_other_kind(receipt, effect)
+    if receipt.failure is not None:
+        raise StepFailed(receipt.step, receipt.failure)
+    return codec.decode(receipt.result, receipt.step)
+
+
+def refuse_other_kind(receipt: Receipt, effect: Effect) -> None:
+    """Refuse a receipt of another kind of step.
+
+    :raises ReceiptMismatch: where it is one.
+    """
     if receipt.effect != effect:
         raise ReceiptMismatch(
             f"step {receipt.step!r} was recorded as {receipt.effect.value} and is now {effect.value}; a key belongs to "
             "one kind of step. Give the changed step a key of its own."
         )
-    if receipt.failure is not None:
-        raise StepFailed(receipt.step, receipt.failure)
-    return codec.decode(receipt.result, receipt.step)

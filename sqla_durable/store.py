@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
+from psycopg import Binary
 from sqlalchemy import Connection
 
 from sqla_durable import fence
@@ -16,9 +18,11 @@ from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
+from sqla_durable.sqlstate import retry_outages
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
+_PATIENCE = timedelta(seconds=5)
 
 
 class Store(Ground, Generic[RunT]):
@@ -64,6 +68,11 @@ class Store(Ground, Generic[RunT]):
         key = self._key_parameters(lease.identity)
         return {**key, **arguments(fence=lease.fence, owner=lease.owner, **more)}
 
+    def key_values(self, identity: Ident) -> tuple[Any, ...]:
+        """Return the values of a run's primary key as the driver is given them."""
+        values = self._key_parameters(identity).values()
+        return tuple(value.obj if isinstance(value, Binary) else value for value in values)
+
     @cached_property
     def _key_parameters(self) -> Callable[[Ident], dict[str, Any]]:
         return self.runs.driver_parameters(self.engine.dialect)
@@ -76,6 +85,10 @@ class Store(Ground, Generic[RunT]):
         """
         row = self.single(write)
         return self.execute(lambda _, connection: self.held(connection, lease, write)) if row is None else row
+
+    def patiently(self, write: Callable[[], ValueT]) -> ValueT:
+        """Make a write of what has happened outside again while the database is away; see :func:`.retry_outages`."""
+        return retry_outages(write, self.sessions.sleep, min(_PATIENCE, self.runs.lifecycle.lease))
 
     def held(self, connection: Connection, lease: Lease, write: Callable[[Connection], AnyRow | None]) -> AnyRow:
         """Make one fenced write in this transaction, taking the run back first where it was reaped but not claimed."""

@@ -26,7 +26,7 @@ def lapse(session: Session, run: type[RunMixin], ident: object) -> None:
 
 
 def make_due(session: Session, run: type[RunMixin], ident: object) -> None:
-    """Let a ready run that waits for its backoff be due since one second ago.
+    """Let a ready run that waits for its backoff, or for the next poll of an operation, be due since one second ago.
 
     :param session: the caller's session; nothing is committed here.
     :param run: the run class.

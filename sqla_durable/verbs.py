@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from enum import StrEnum
 from functools import cached_property, partial
 from os import getpid
@@ -16,7 +15,7 @@ from uuid import uuid4
 from sqlalchemy import Column, Connection, select
 from sqlalchemy.orm import Session, with_polymorphic
 
-from sqla_durable import claim, fence, listing, reap, receipt
+from sqla_durable import claim, fence, intent, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RunInFlight, RunNotFound, StepReused, UsageError
@@ -97,7 +96,13 @@ class Verbs(Generic[RunT]):
         again = [lease.identity for lease in leases if _has_receipts(lease)]
         known = self.store.single(lambda connection: self._known(connection, again)) if again else {}
         holders = _batch(
-            self._holder(lease, partial(self._loading.instance, values), known, values[self.runs.cancel_requested_at])
+            self._holder(
+                lease,
+                partial(self._loading.instance, values),
+                known,
+                values[self.runs.cancel_requested_at],
+                values[self.runs.created_at],
+            )
             for lease, values in zip(leases, claimed, strict=True)
         )
         for holder in holders:
@@ -276,6 +281,16 @@ class Verbs(Generic[RunT]):
                 run = f"{self.runs.entity.__name__} {lease.identity!r}"
                 raise StepReused(f"step {name!r} of {run} has a receipt already.")
 
+    def attach_ids(self, session: Session, ident: object, key: str | int, ids: Any, type_: Any) -> bool:
+        """See :meth:`.Runs.attach_ids`."""
+        name = stored_key(key)
+        text, _ = codec_of(type_).round_trip(ids, name)
+        return self._say(session, ident, self._attach_ids, step=name, ids=text)
+
+    def never_issued(self, session: Session, ident: object, key: str | int) -> bool:
+        """See :meth:`.Runs.never_issued`."""
+        return self._say(session, ident, self._never_issued, step=stored_key(key))
+
     # the parts
 
     def _sweep(self, connection: Connection, limit: int) -> int:
@@ -292,6 +307,14 @@ class Verbs(Generic[RunT]):
         if self.runs.lifecycle.expired is None:
             return False
         return connection.execute(self._expire_one, parameters).first() is not None
+
+    def _say(self, session: Session, ident: object, statement: Any, **values: Any) -> bool:
+        """Execute a statement about one receipt in the caller's transaction; return whether it matched."""
+        parameters = {**self.runs.parameters(self.runs.identity(ident)), **arguments(**values)}
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            return self.store.callers_connection(session).execute(statement, parameters).first() is not None
 
     def _take(self, identity: Ident, *, run_now: bool) -> Holder[RunT] | Outcome:
         def work(session: Session, connection: Connection) -> Holder[RunT] | Outcome:
@@ -361,7 +384,13 @@ class Verbs(Generic[RunT]):
                     "for one; a run that is claimed must be visible. The claim was undone."
                 )
         return _batch(
-            self._holder(lease, partial(loaded.__getitem__, lease.identity), known, row.cancel_requested_at)
+            self._holder(
+                lease,
+                partial(loaded.__getitem__, lease.identity),
+                known,
+                row.cancel_requested_at,
+                vars(row).get("created_at"),
+            )
             for lease, row in ((lease, loaded[lease.identity]) for lease in leases)
         )
 
@@ -370,11 +399,12 @@ class Verbs(Generic[RunT]):
         lease: Lease,
         make: Callable[[], RunT],
         known: Mapping[Ident, list[Receipt]],
-        cancel_requested_at: datetime | None,
+        cancel_requested_at: object,
+        created_at: object,
     ) -> Holder[RunT]:
-        asked = cancel_requested_at is not None
         receipts = known.get(lease.identity, ())
-        return Holder(self.steps, self.landings, lease, make, receipts, cancel_requested=asked)
+        asked = cancel_requested_at is not None
+        return Holder(self.steps, self.landings, lease, make, receipts, cancel_requested=asked, created_at=created_at)
 
     def _known(self, connection: Connection, identities: Sequence[Ident]) -> dict[Ident, list[Receipt]]:
         known: defaultdict[Ident, list[Receipt]] = defaultdict(list)
@@ -447,6 +477,14 @@ class Verbs(Generic[RunT]):
     @cached_property
     def _requeue(self) -> Any:
         return reap.requeue(self.runs, notify=self.store.notifies)
+
+    @cached_property
+    def _attach_ids(self) -> Any:
+        return intent.attaches_by_hand(self.store.receipts)
+
+    @cached_property
+    def _never_issued(self) -> Any:
+        return intent.never_issued(self.runs, self.store.receipts)
 
     @cached_property
     def _guard(self) -> Any:

@@ -50,10 +50,12 @@ def errands(
     step_timeout: timedelta | Literal["lease"] | None = "lease",
     max_attempts: int = 3,
     releases: bool = True,
+    retry: Retry | None = None,
 ) -> Errands:
     """Make a run class.
 
     :param releases: whether the machine has an edge from running to ready; without it a lapsed run fails.
+    :param retry: by default up to ``max_attempts`` starts, each at once.
     """
     ready, running, done, failed, dead = ErrandStatus
     statuses = StatusMachine(
@@ -77,7 +79,7 @@ def errands(
             lapsed=None if releases else failed,
             lease=lease,
             step_timeout=step_timeout,
-            retry=Retry(max_attempts=max_attempts, backoff=timedelta(0), cap=timedelta(0)),
+            retry=retry or Retry(max_attempts=max_attempts, backoff=timedelta(0), cap=timedelta(0)),
         )
         id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
         status: Mapped[ErrandStatus] = statuses.column()
@@ -90,3 +92,6 @@ def errands(
 
 BRIEF = errands(lease=timedelta(seconds=1))
 """What programs and their tests share: a holder is presumed dead after one second."""
+
+SPACED = errands(retry=Retry(max_attempts=3, backoff=timedelta(minutes=10), factor=2, cap=timedelta(hours=1), jitter=0))
+"""It waits for ten minutes after its first attempt, and for twenty after its second."""

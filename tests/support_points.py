@@ -1,4 +1,4 @@
-"""A plan of six steps, and every point of carrying it out: before and after each BEGIN, statement and COMMIT."""
+"""A plan of seven steps, and every point of carrying it out: before and after each BEGIN, statement and COMMIT."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATABASE_STEPS = {
     "mark": [],
     "notify": ["notified", "archived"],
 }
-STEPS = ["reserve", "charge", "book", "invoice", "mark", "notify"]
+STEPS = ["reserve", "charge", "pay", "book", "invoice", "mark", "notify"]
 EFFECTS = [label for labels in DATABASE_STEPS.values() for label in labels]
 
 
@@ -41,10 +41,11 @@ class Points:
         """The process on the server that the point at hand speaks with."""
         self._visit = visit
 
-    def reach(self, label: str, connection: Any) -> None:
-        """Note a point of a DBAPI connection, and do there what is to be done there."""
+    def reach(self, label: str, connection: Any = None) -> None:
+        """Note a point, of a DBAPI connection or of something else, and do there what is to be done there."""
         self.labels.append(label)
-        self.backend = getattr(connection, "driver_connection", connection).info.backend_pid
+        if connection is not None:
+            self.backend = getattr(connection, "driver_connection", connection).info.backend_pid
         self._visit(len(self.labels) - 1, label)
 
     @contextmanager
@@ -100,10 +101,20 @@ def reserve(session: Session) -> str:
 
 def charge(ledger: Path) -> str:
     """An effect outside the database: one line in a file."""
-    descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, b"charged\n")
-    os.close(descriptor)
+    _append(ledger, "charged")
     return "charged"
+
+
+def pay(key: str, ledger: Path) -> str:
+    """Another one, whose repetitions the file could tell by their key."""
+    _append(ledger, f"paid {key}")
+    return "paid"
+
+
+def _append(ledger: Path, line: str) -> None:
+    descriptor = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, f"{line}\n".encode())
+    os.close(descriptor)
 
 
 def book(session: Session) -> Decimal:
@@ -141,6 +152,7 @@ def carry_out(run: Run[Plan], ledger: Path) -> None:
     """The handler."""
     run.step("reserve", reserve)
     run.external("charge", charge, ledger)
+    run.keyed("pay", pay, ledger)
     amount = run.step("book", book)
     run.step("invoice", invoice, amount)
     run.step("mark", mark, run.row.id)
@@ -156,6 +168,9 @@ async def carry_out_async(run: AsyncRun[Plan], ledger: Path) -> None:
     async def charge_() -> str:
         return charge(ledger)
 
+    async def pay_(key: str) -> str:
+        return pay(key, ledger)
+
     async def book_(session: AsyncSession) -> Decimal:
         return await session.run_sync(book)
 
@@ -170,6 +185,7 @@ async def carry_out_async(run: AsyncRun[Plan], ledger: Path) -> None:
 
     await run.step("reserve", reserve_)
     await run.external("charge", charge_)
+    await run.keyed("pay", pay_)
     amount = await run.step("book", book_)
     await run.step("invoice", invoice_, amount)
     await run.step("mark", mark_)

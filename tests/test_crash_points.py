@@ -63,6 +63,9 @@ class Ground:
     def charges(self) -> int:
         return self.ledger.read_text().count("charged")
 
+    def payments(self) -> list[str]:
+        return [line for line in self.ledger.read_text().splitlines() if line.startswith("paid ")]
+
     def finish(self, ident: UUID) -> dict[str, Any]:
         """Let the dead holder's lease lapse, and carry the plan out here."""
         if self.plan(ident).status is PlanStatus.EXECUTING:
@@ -101,6 +104,7 @@ def check_the_end(ground: Ground, ident: UUID, answer: dict[str, Any], expected:
     assert ground.plan(ident).note == "x"
     assert ground.plan(ident).status is PlanStatus.EXECUTED
     assert ground.plan(ident).lease_expires_at is None
+    assert len(set(ground.payments())) == 1, "however often it was paid, it was by one and the same key"
 
 
 def undisturbed(ground: Ground, form: str) -> tuple[list[str], dict[str, Any]]:
@@ -126,7 +130,9 @@ def test_a_run_killed_at_any_point_is_finished_by_the_next_process(ground: Groun
         try:
             check_the_dead(ground, ident, labels)
             dead, charged = ground.plan(ident), ground.charges()
-            recorded = "charge" in {receipt.step for receipt in ground.plans.receipts(ident)}
+            done = {receipt.step for receipt in ground.plans.receipts(ident)}
+            recorded = "charge" in done
+            paid = len(ground.payments()) + ("pay" not in done)
             check_the_end(ground, ident, ground.finish(ident), expected)
             ended = ground.plan(ident)
             started = 0 if dead.status is PlanStatus.EXECUTED else 1
@@ -134,6 +140,7 @@ def test_a_run_killed_at_any_point_is_finished_by_the_next_process(ground: Groun
             assert [failure["type"] for failure in ended.failures] == ["LeaseLapsed"] * (started * dead.attempts)
             assert ground.charges() == charged + (not recorded), "an external effect happens again if unrecorded"
             assert ground.charges() in {1, 2}
+            assert len(ground.payments()) == paid
         except AssertionError as error:
             error.add_note(f"killed at point {point} of {len(points)}, {label!r}")
             raise
@@ -173,4 +180,6 @@ def test_the_receipts_of_a_finished_run_say_which_process_did_which_step(ground:
     ground.carry_out("sync", ident, kill_at=three_steps)
     ground.finish(ident)
     receipts = ground.plans.receipts(ident)
-    assert [(receipt.step, receipt.fence) for receipt in receipts] == list(zip(STEPS, [1, 1, 1, 2, 2, 2], strict=True))
+    assert [(receipt.step, receipt.fence) for receipt in receipts] == list(
+        zip(STEPS, [1, 1, 1, 2, 2, 2, 2], strict=True)
+    )

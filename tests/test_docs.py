@@ -24,7 +24,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 import sqla_durable
-from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, claim, fence, receipt, step
+from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, claim, fence, intent, receipt, step
 from sqla_durable.demo.plan import PlanFile
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.run import RunRows
@@ -252,6 +252,9 @@ def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
         "open": step.opens(runs, receipts),
         "seal": receipt.sealing(receipts),
         "record": step.records(runs, receipts),
+        "issue": intent.issues(runs, receipts),
+        "attach": intent.attaches(runs, receipts),
+        "park": fence.park(runs, failed=False),
         "land": fence.land(runs, runs.lifecycle.done, {}, failed=False),
     }
     shown = {name: compiled(engine, statement) for name, statement in made.items()}

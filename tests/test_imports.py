@@ -113,7 +113,7 @@ def test_the_asyncio_form_without_greenlet_says_what_to_install() -> None:
 
 
 def test_every_exported_name_exists_and_is_sorted() -> None:
-    assert sqla_durable.__all__ == sorted(sqla_durable.__all__)
+    assert sqla_durable.__all__ == sorted(sqla_durable.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(sqla_durable, name) for name in sqla_durable.__all__)
 
 

@@ -10,7 +10,9 @@ from sqlalchemy import Engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Ending, Runs
+from sqla_durable.testing import lapse, make_due
 from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, entries, eventually, let_lapse
+from tests.support_brief import SPACED, ErrandStatus
 from tests.support_points import check_given_back
 from tests.support_processes import Program
 
@@ -74,6 +76,36 @@ def test_a_run_that_kills_its_process_each_time_is_dead_after_its_last_attempt(
     with Program("self_killer", url_of(engine), place) as program:
         assert program.ask({"ident": str(ident)}) == [Ending.LANDED.value, PlanStatus.DEAD.value]
     check_dead(engine, session_factory, plans, ident, allowed)
+
+
+@pytest.mark.parametrize("place", ["step", "call", "handler"])
+def test_the_starts_of_a_run_that_kills_its_process_each_time_are_spaced_by_the_backoff(
+    engine: Engine, session_factory: sessionmaker[Session], place: str
+) -> None:
+    SPACED.create(engine)
+    ident = SPACED.new(session_factory)
+    runs = SPACED.runs(session_factory)
+    for backoff in 600, 1200, None:
+        with Program("self_killer", url_of(engine), place, "spaced") as program:
+            program.send({"ident": str(ident)})
+            assert program.wait() < 0
+        eventually(lambda: not _locked(engine), "the end of the dead process's transaction")
+        with session_factory.begin() as session:
+            lapse(session, SPACED.run, ident)
+        assert runs.heal(ident)
+        if backoff is not None:
+            with Program("self_killer", url_of(engine), place, "spaced") as program:
+                assert program.ask({"ident": str(ident)}) == [Ending.NOT_CLAIMABLE.value, ErrandStatus.READY.value]
+            with engine.connect() as connection:
+                query = text("SELECT EXTRACT(EPOCH FROM available_at - clock_timestamp()) FROM errand")
+                assert backoff - 20 < connection.execute(query).scalar_one() < backoff
+            with session_factory.begin() as session:
+                make_due(session, SPACED.run, ident)
+    row = runs.get(ident)
+    assert row is not None
+    assert (row.status, row.attempts, row.fence) == (ErrandStatus.DEAD, 3, 3)
+    assert (row.error["type"], "lapsed" in row.error["message"]) == ("LeaseLapsed", True)
+    assert entries(engine) == []
 
 
 def _locked(engine: Engine) -> bool:

@@ -222,7 +222,7 @@ def test_a_runs_failures_are_remembered_up_to_twenty_without_their_tracebacks(
     failures = column(engine, ident, "failures")
     assert HISTORY == 20
     assert [failure["message"] for failure in failures] == [f"attempt {n}" for n in range(4, HISTORY + 4)]
-    assert {frozenset(failure) for failure in failures} == {frozenset({"attempt", "at", "type", "message"})}
+    assert {frozenset(failure) for failure in failures} == {frozenset({"attempt", "at", "step", "type", "message"})}
     assert "traceback" in column(engine, ident, "error")
 
 

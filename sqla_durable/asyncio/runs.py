@@ -30,6 +30,7 @@ from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
 from sqla_durable.listing import RunSummary
 from sqla_durable.machine import StatusT
+from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.runs import Handle, refuse_other_form
@@ -38,6 +39,7 @@ from sqla_durable.status import StatusMachine
 from sqla_durable.verbs import Verbs
 
 P = ParamSpec("P")
+IdsT = TypeVar("IdsT")
 ResultT = TypeVar("ResultT")
 
 
@@ -83,6 +85,50 @@ class AsyncRun(Handle[RunT]):
             return _wait_for(fn(*args, **kwargs), fn)
 
         return self._alone(key, partial(self.holder.external, key, codec, call))
+
+    def keyed(
+        self,
+        key: str | int,
+        fn: Callable[Concatenate[str, P], Awaitable[ResultT]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Coroutine[Any, Any, ResultT]:
+        """Await ``fn(idempotency_key, *args, **kwargs)`` outside any transaction, then record its result.
+
+        See :meth:`.Run.keyed`.
+        """
+
+        codec: Codec[ResultT] = codec_for(fn)
+
+        def call(name: str) -> ResultT:
+            return _wait_for(fn(name, *args, **kwargs), fn)
+
+        return self._alone(key, partial(self.holder.keyed, key, codec, call))
+
+    def operation(
+        self,
+        key: str | int,
+        *,
+        start: Callable[[], Awaitable[IdsT]],
+        poll: Callable[[IdsT], Awaitable[ResultT | Pending]],
+        every: timedelta = timedelta(seconds=10),
+    ) -> Coroutine[Any, Any, ResultT]:
+        """Issue an operation at most once, then poll it until it ends, without a worker that waits for it.
+
+        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, or a cancel request, a ``start`` under way
+        is not cancelled: its ids are recorded first.
+        """
+
+        operation: Operation[IdsT, ResultT] = Operation(
+            self.holder,
+            codec_for(start),
+            codec_for(poll, apart_from=Pending),
+            start=lambda: _wait_for(start(), start),
+            poll=lambda ids: _wait_for(poll(ids), poll),
+            every=every,
+        )
+        return self._alone(key, partial(operation.carry_out, key))
 
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
@@ -186,6 +232,7 @@ class AsyncRuns(Generic[RunT]):
         known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
+            watch.spared = lambda: holder.issuing
             run = AsyncRun(holder) if known is None else known
             _wait_for(watch.guard(_awaitable(handler(run), handler)), handler)
             run.refuse_unawaited()
@@ -281,6 +328,16 @@ class AsyncRuns(Generic[RunT]):
         """Write a step's receipt in the caller's transaction. See :meth:`.Runs.record`."""
         await session.run_sync(self._verbs.record, lease, key, result, type_)
 
+    async def attach_ids(
+        self, session: AsyncSession, ident: object, key: str | int, ids: object, *, type_: Any = Any
+    ) -> bool:
+        """Say by which ids the service knows an operation. See :meth:`.Runs.attach_ids`."""
+        return await session.run_sync(self._verbs.attach_ids, ident, key, ids, type_)
+
+    async def never_issued(self, session: AsyncSession, ident: object, key: str | int) -> bool:
+        """Allow an operation to be issued anew. See :meth:`.Runs.never_issued`."""
+        return await session.run_sync(self._verbs.never_issued, ident, key)
+
 
 async def transition(
     machine: StatusMachine[StatusT],
@@ -306,6 +363,8 @@ class _Watch:
         self._caller = asyncio.current_task()
         self._before = 0 if self._caller is None else self._caller.cancelling()
         self._task: asyncio.Task[object] | None = None
+        self.spared: Callable[[], bool] = lambda: False
+        """Whether the task is at something that ends with an error of its own where the lease is lost."""
 
     async def guard(self, handler: Awaitable[ResultT]) -> ResultT:
         # A task of its own, so that this cancellation cannot be taken for one of the caller's.
@@ -328,7 +387,7 @@ class _Watch:
             raise asyncio.CancelledError
 
     def _cancel(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self.spared():
             self._task.cancel()
 
 

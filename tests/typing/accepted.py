@@ -17,6 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, 
 
 import sqla_durable
 from sqla_durable import (
+    PENDING,
     Cancelled,
     ConfigurationError,
     DatabaseUnavailable,
@@ -34,7 +35,11 @@ from sqla_durable import (
     Lifecycle,
     LostLease,
     NestedStep,
+    NotIssued,
+    OperationFailed,
+    OperationUnknown,
     Outcome,
+    Pending,
     PriorityMixin,
     Receipt,
     ReceiptMismatch,
@@ -53,6 +58,7 @@ from sqla_durable import (
     StepOutcome,
     StepReused,
     StepTimeout,
+    Suspended,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -221,6 +227,38 @@ def call(url: str) -> bytes:
     return url.encode()
 
 
+def charge(idempotency_key: str, amount: Decimal, *, note: str = "") -> Payment:
+    return Payment(amount, datetime.max)
+
+
+def start() -> UUID:
+    return uuid4()
+
+
+def poll(ids: UUID) -> Payment | Pending:
+    return Pending(after=timedelta(minutes=1)) if ids.int else PENDING
+
+
+def poll_at_once(ids: UUID) -> Payment:
+    return Payment(Decimal(ids.int), datetime.max)
+
+
+def poll_or_nothing(ids: UUID) -> Payment | Pending | None:
+    return None
+
+
+def by_status(error: Exception) -> bool | timedelta:
+    return timedelta(seconds=30) if "429" in str(error) else isinstance(error, OSError)
+
+
+policies = [
+    Retry(on=OSError),
+    Retry(on=(OSError, ValueError)),
+    Retry(on=by_status),
+    Retry(on=lambda error: isinstance(error, OSError)),
+]
+
+
 def carry_out(run: Run[Plan]) -> None:
     assert_type(run.row, Plan)
     assert_type(run.lease, Lease)
@@ -230,6 +268,12 @@ def carry_out(run: Run[Plan]) -> None:
     assert_type(run.step("count", count), int)
     assert_type(run.step("inline", lambda session: session.connection().closed), bool)
     assert_type(run.external("call", call, "https://example.org"), bytes)
+    assert_type(run.keyed("charge", charge, Decimal(1), note="once"), Payment)
+    assert_type(run.idempotency_key("charge"), str)
+    assert_type(run.operation("report", start=start, poll=poll), Payment)
+    assert_type(run.operation(1, start=start, poll=poll, every=timedelta(minutes=1)), Payment)
+    assert_type(run.operation("at once", start=start, poll=poll_at_once), Payment)
+    assert_type(run.operation("nothing", start=start, poll=poll_or_nothing), Payment | None)
     run.renew()
     run.finish(title="done")
 
@@ -258,6 +302,8 @@ def synchronous(plan: Plan, task: Task) -> None:
     for receipt in receipts:
         assert_type(receipt.effect, Effect)
         assert_type(receipt.outcome, StepOutcome)
+        assert_type(receipt.outcome.terminal, bool)
+        assert_type(receipt.ids, Any)
     if run is not None:
         with factory.begin() as session:
             plans.fence(session, run.lease)
@@ -338,6 +384,11 @@ def looks(plans: Runs[Plan], plan: Plan) -> None:
     assert_type(plans.session_factory, sessionmaker[Any])
 
 
+def operators(plans: Runs[Plan], session: Session, plan: Plan) -> None:
+    assert_type(plans.attach_ids(session, plan, "report", uuid4(), type_=UUID), bool)
+    assert_type(plans.never_issued(session, plan.id, 1), bool)
+
+
 async def async_count(session: AsyncSession, more: int) -> int:
     return more
 
@@ -346,9 +397,24 @@ async def async_call(url: str) -> bytes:
     return url.encode()
 
 
+async def async_charge(idempotency_key: str, amount: Decimal) -> Payment:
+    return charge(idempotency_key, amount)
+
+
+async def async_start() -> UUID:
+    return uuid4()
+
+
+async def async_poll(ids: UUID) -> Payment | Pending:
+    return PENDING
+
+
 async def async_carry_out(run: AsyncRun[Plan]) -> None:
     assert_type(await run.step("count", async_count, 1), int)
     assert_type(await run.external("call", async_call, url="https://example.org"), bytes)
+    assert_type(await run.keyed("charge", async_charge, amount=Decimal(1)), Payment)
+    assert_type(run.idempotency_key("charge"), str)
+    assert_type(await run.operation("report", start=async_start, poll=async_poll, every=timedelta(1)), Payment)
     await run.renew()
     await run.finish(title="done")
     await run.fail(ValueError("no"))
@@ -375,6 +441,8 @@ async def asynchronous(plan: Plan) -> None:
     async with factory.begin() as session:
         assert_type(await transition(plan_statuses, session, plan, PlanStatus.APPROVED), bool)
         assert_type(await plans.request_cancel(session, plan.id), bool)
+        assert_type(await plans.attach_ids(session, plan, "report", "id"), bool)
+        assert_type(await plans.never_issued(session, plan.id, "report"), bool)
         if run is not None:
             await plans.fence(session, run.lease)
             await plans.record(session, run.lease, "by hand", None)
@@ -388,6 +456,8 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         assert_type(error.failure, Failure)
     except HolderError as error:
         assert_type(error.lease, Lease)
+    except OperationUnknown as error:
+        assert_type(error.step, str)
     return [
         Cancelled,
         ConfigurationError,
@@ -396,6 +466,8 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         FrozenPayload,
         LostLease,
         NestedStep,
+        NotIssued,
+        OperationFailed,
         ReceiptMismatch,
         ResultError,
         RetryableError,
@@ -403,6 +475,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         RunNotFound,
         StepReused,
         StepTimeout,
+        Suspended,
         TransactionConflict,
         TransactionEnded,
         UndeclaredTransition,

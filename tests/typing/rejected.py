@@ -10,9 +10,24 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Receipt, Run, Runs, RunSummary
+from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from tests.typing.accepted import Base, Consent, Leased, Plan, PlanStatus, PlanStep, call, count, plan_statuses
+from tests.typing.accepted import (
+    Base,
+    Consent,
+    Leased,
+    Plan,
+    PlanStatus,
+    PlanStep,
+    async_poll,
+    async_start,
+    call,
+    charge,
+    count,
+    plan_statuses,
+    poll,
+    start,
+)
 
 
 class Other(StrEnum):
@@ -25,8 +40,29 @@ def steps(run: Run[Plan]) -> None:
     run.step(1.5, count)  # type: ignore[arg-type]
     run.step("no session", call, "https://example.org")  # type: ignore[arg-type, call-arg]
     run.external("a session", count)  # type: ignore[call-arg]
+    run.keyed("no key", start)  # type: ignore[arg-type]
+    run.keyed("too few arguments", charge)  # type: ignore[call-arg]
+    run.operation("no start", poll=poll)  # type: ignore[call-arg]
+    run.operation("other ids", start=call_by_name, poll=poll)  # type: ignore[misc]
+    run.operation("a number", start=start, poll=poll, every=10)  # type: ignore[arg-type]
+    payment: Pending = run.operation("pending", start=start, poll=poll)  # type: ignore[assignment]
     text: str = run.step("wrong result", count)  # type: ignore[assignment]
-    print(text, run.row.nothing)  # type: ignore[attr-defined]
+    print(text, payment, run.row.nothing)  # type: ignore[attr-defined]
+
+
+def call_by_name() -> bytes:
+    return b""
+
+
+def answers_with_a_number(error: Exception) -> float:
+    return 30.0
+
+
+def policies() -> None:
+    Retry(on=answers_with_a_number)  # type: ignore[arg-type]
+    Retry(on=[OSError])  # type: ignore[arg-type]
+    Retry(on=KeyboardInterrupt)  # type: ignore[arg-type]
+    Pending(10)  # type: ignore[arg-type]
 
 
 def add(session: Session, number: int) -> int:
@@ -39,6 +75,8 @@ async def coroutine(session: AsyncSession) -> int:
 
 async def async_steps(run: AsyncRun[Plan]) -> None:
     await run.step("not a coroutine function", count)  # type: ignore[arg-type]
+    await run.operation("not coroutine functions", start=start, poll=async_poll)  # type: ignore[arg-type]
+    await run.operation("nor these", start=async_start, poll=poll)  # type: ignore[arg-type]
     text: str = await run.step("wrong result", coroutine)  # type: ignore[arg-type]
     print(text)
 
