@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
 from sqla_durable.execution import Ending, Outcome
@@ -60,6 +61,22 @@ Ended = Callable[[Holder[Any], Outcome | None], None]
 """Called when a run is not being carried out any more; without an outcome where its handler was interrupted."""
 
 
+@contextmanager
+def in_slot(*passing: type[BaseException]) -> Generator[None, None, None]:
+    """Have an interruption that a handler raises itself end its own run only: that goes back, after its backoff.
+
+    It counts as an attempt that failed, or a handler that calls ``sys.exit()`` would be started again for ever.
+
+    :param passing: interruptions that come from outside.
+    """
+    try:
+        yield
+    except BaseException as interruption:
+        if isinstance(interruption, (Exception, *passing)):
+            raise
+        raise RetryableError(f"the handler raised {interruption!r}, which ends no worker.") from interruption
+
+
 class Slots(Protocol):
     """Where claimed runs are carried out, threads or tasks, and how the dispatcher waits for them."""
 
@@ -83,6 +100,37 @@ class Slots(Protocol):
         ...
 
 
+class _Source:
+    """A work, and until when it is left alone because its database is away: others go on meanwhile."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._outages = 0
+        self._rests_until = -math.inf
+
+    def claim(self, limit: int) -> list[Holder[Any]]:
+        """Claim what is due, or nothing while the database is away."""
+        if self.rest():
+            return []
+        try:
+            claimed = self.work.verbs.claim_due(limit)
+        except RetryableError as error:
+            self._outages += 1
+            self._rests_until = time.monotonic() + seconds(OUTAGES, self._outages)
+            log.warning("claiming for %r waits for the database: %s", self.work, error)
+            return []
+        self._outages = 0
+        return claimed
+
+    def rest(self) -> float:
+        """For how long it is left alone from now on."""
+        return max(0.0, self._rests_until - time.monotonic())
+
+    def wake(self) -> None:
+        """Leave it alone no longer: there is a sign that the database is back."""
+        self._rests_until = -math.inf
+
+
 class Dispatcher:
     """Claims due runs and hands them to slots, in batches no larger than the number of free ones.
 
@@ -96,7 +144,7 @@ class Dispatcher:
     def __init__(
         self, works: Iterable[Work], slots: Slots, concurrency: int, poll: timedelta, grace: timedelta
     ) -> None:
-        self._works = deque(works)
+        self._sources = deque(_Source(work) for work in works)
         self._slots = slots
         self._concurrency = concurrency
         self._poll = poll.total_seconds()
@@ -117,36 +165,38 @@ class Dispatcher:
     def run(self, *, until: float | None = None) -> None:
         """Claim and carry out until told to stop; then let what is under way finish, or release it.
 
+        An interruption leaves at once, without letting anything finish.
+
         :param until: an instant of :func:`time.monotonic` at which to leave, or before it as soon as nothing is due or
          under way; by default never.
         """
         self._until = until
-        outages = 0
         try:
-            while not self._over():
-                try:
-                    with self._claiming:
-                        self._fill()
-                    outages = 0
-                except RetryableError as error:
-                    outages += 1
-                    log.warning("claiming waits for the database: %s", error)
-                    self._wait(seconds(OUTAGES, outages), for_slot=False)
-                    continue
-                if self._more:
-                    self._wait_for_slots()
-                elif until is None:
-                    self._wait(self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD), for_slot=False)  # noqa: S311 - a spread, no secret
-                elif self._active:
-                    self._wait(None, for_slot=True)
-                else:
-                    return
-        finally:
-            self._drain(self._grace if until is None else until - time.monotonic())
+            self._dispatch()
+        except Exception:
+            self._drain()
+            raise
+        self._drain()
+
+    def _dispatch(self) -> None:
+        while not self._over():
+            with self._claiming:
+                self._fill()
+            if self._more:
+                self._wait_for_slots()
+            elif self._until is None:
+                pause = self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - a spread, no secret
+                self._wait(pause, *self._rests(), for_slot=False)
+            elif self._active or self._rests():
+                self._wait(*self._rests(), for_slot=True)
+            else:
+                return
 
     def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> None:
         ending = Ending.INTERRUPTED if outcome is None else outcome.ending
         with self._lock:
+            if holder not in self._active:
+                return  # it was released, and counted then
             self._active.discard(holder)
             self.endings[ending] += 1
         if ending is Ending.INTERRUPTED:
@@ -185,22 +235,25 @@ class Dispatcher:
     def _over(self) -> bool:
         return self._draining or (self._until is not None and time.monotonic() >= self._until)
 
+    def _rests(self) -> list[float]:
+        return [rest for source in self._sources if (rest := source.rest())]
+
     def _fill(self) -> None:
         """Claim for the free slots, and note whether more may be due than there were slots for."""
         more = False
-        self._works.rotate(-1)
-        for work in self._works:
+        self._sources.rotate(-1)
+        for source in self._sources:
             free = self._free
             if not free or self._draining:
                 more = True
                 break
             # In tens where there are many, so that there are few different statements to prepare.
             limit = free if free <= _EXACT_BATCHES else free - free % _EXACT_BATCHES
-            claimed = work.verbs.claim_due(limit)
+            claimed = source.claim(limit)
+            with self._lock:
+                self._active.update(claimed)
             for holder in claimed:
-                with self._lock:
-                    self._active.add(holder)
-                self._slots.start(work, holder, self._ended)
+                self._slots.start(source.work, holder, self._ended)
             more = more or len(claimed) == limit
         self._more = more
 
@@ -210,28 +263,30 @@ class Dispatcher:
         while self._more and (free := self._free) < self._concurrency and not self._over():
             if free and end is None:
                 end = time.monotonic() + _MOMENT
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
+            left = [] if end is None else [end - time.monotonic()]
+            if left and left[0] <= 0:
                 return
-            self._wait(left, for_slot=True)
+            self._wait(*left, for_slot=True)
 
-    def _wait(self, longest: float | None, *, for_slot: bool) -> None:
-        ends = [] if self._until is None else [self._until]
-        if longest is not None:
-            ends.append(time.monotonic() + longest)
-        end = min(ends, default=None)
+    def _wait(self, *longest: float, for_slot: bool) -> None:
+        """Wait until something may be due, for so long at the most; with ``for_slot`` until a slot is free, too."""
+        now = time.monotonic()
+        ends = [now + each for each in longest] + ([] if self._until is None else [self._until])
         while not self._draining:
-            left = None if end is None else end - time.monotonic()
+            left = min(ends) - time.monotonic() if ends else None
             if left is not None and left <= 0:
                 return
             why = self._slots.wait(left)
-            if why is None or why is Wake.DUE or for_slot:
+            if why is Wake.DUE:
+                for source in self._sources:
+                    source.wake()
+            if why is Wake.DUE or (why is Wake.FREED and for_slot):
                 return
 
-    def _drain(self, grace: float) -> None:
-        end = time.monotonic() + grace
+    def _drain(self) -> None:
+        end = time.monotonic() + self._grace if self._until is None else self._until
         # A slot may be claiming still.
-        if self._claiming.acquire(timeout=max(0.0, grace)):
+        if self._claiming.acquire(timeout=max(0.0, end - time.monotonic())):
             self._claiming.release()
         if self._active:
             log.info("draining: %d run(s) under way", len(self._active))
@@ -240,8 +295,10 @@ class Dispatcher:
         with self._lock:
             left_over = list(self._active)
         if left_over:
-            log.warning("%d run(s) did not end within the grace time and are released", len(left_over))
+            log.warning("%d run(s) did not end in time and are released", len(left_over))
             self._slots.release(left_over)
+        for holder in left_over:
+            self._ended(holder, None)
 
 
 class Serving:
@@ -296,14 +353,21 @@ class Serving:
                     f"{work!r} is not what {name} carries out; pass what handled_by() returns, of AsyncRuns to "
                     "AsyncWorker and of Runs to Worker."
                 )
+        if len({work.verbs for work in self._works}) < len(self._works):
+            raise ConfigurationError(
+                f"{name} was given two handlers for the same runs, which would be left to chance; make it one handler "
+                "that looks at run.row, or a subclass of the model for each."
+            )
         if not self._works:
             raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")
         require_durations(self, **durations)
         for parameter, duration in durations.items():
             if duration < timedelta(0):
                 raise ConfigurationError(f"{name}({parameter}={duration}): a duration cannot be negative.")
-        if self._concurrency < 1:
-            raise ConfigurationError(f"{name}(concurrency={self._concurrency}): at least 1.")
+        if self._poll <= timedelta(0):
+            raise ConfigurationError(f"{name}(poll={self._poll}): it would look again and again without a pause.")
+        if not isinstance(cast(object, self._concurrency), int) or self._concurrency < 1:
+            raise ConfigurationError(f"{name}(concurrency={self._concurrency!r}): a whole number of at least 1.")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._works!r}>"

@@ -105,8 +105,22 @@ def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, 
 
 
 def land_done(runs: RunRows[Any]) -> Update:
-    """Move a run whose work is finished to done. The result has the columns of :func:`landed`."""
-    return runs.update(runs.lock(runs.matches(), *_may_be_done(runs)), _done(runs)).returning(*landed(runs))
+    """Move a run whose work is finished to done, unless its row is locked, as others wait for their turn to land.
+
+    The result has the columns of :func:`landed`.
+    """
+    locking = runs.lock(runs.matches(), *_may_be_done(runs), skip_locked=True)
+    return runs.update(locking, _done(runs)).returning(*landed(runs))
+
+
+def found(runs: RunRows[Any]) -> AnySelect:
+    """Read what a landing that nobody was told of has made of the run, with the columns of :func:`landed`.
+
+    It waits for that landing where it is still under way, and so leaves the status for the caller to look at: a
+    condition on it would be evaluated before the wait.
+    """
+    reading = select(*landed(runs)).where(runs.matches(), _fence(runs))
+    return reading.with_for_update(key_share=True, of=runs.table)
 
 
 def land_all_done(runs: RunRows[Any]) -> Update:

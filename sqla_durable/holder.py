@@ -278,7 +278,7 @@ class Holder(Generic[RunT]):
     # the lease
 
     def was_just_claimed(self) -> bool:
-        """Whether this process sent the claim a moment ago, so that to ask for the lease would be to ask twice.
+        """Whether this process claimed or renewed it a moment ago, so that to ask for the lease would be to ask twice.
 
         It decides nothing: whatever the holder writes is fenced all the same.
         """
@@ -290,8 +290,10 @@ class Holder(Generic[RunT]):
         self.refuse_lost()
         if self._body() is not None:
             return
+        sent = time.monotonic()
         self.store.single(self.beat)
         self.refuse_lost()
+        self.claimed_at = sent
 
     def beat(self, connection: Connection) -> bool:
         """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""

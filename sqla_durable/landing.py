@@ -24,12 +24,13 @@ Landed = Mapping[Column[Any], Any]
 class _Landing:
     """One holder's wish to land its run."""
 
-    __slots__ = ("answer", "gate", "leads", "lease")
+    __slots__ = ("answer", "gate", "leads", "lease", "told")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.gate: Gate | None = None
         self.leads = False
+        self.told = False
         self.answer: Landed | DatabaseUnavailable | None = None
 
 
@@ -67,8 +68,18 @@ class Landings:
         if mine.leads:
             self._lead()
         if isinstance(mine.answer, DatabaseUnavailable):
-            raise mine.answer
-        return mine.answer
+            raise DatabaseUnavailable(*mine.answer.args) from mine.answer
+        return mine.answer if mine.told else self._found(lease)
+
+    def _found(self, lease: Lease) -> Landed | None:
+        """Look whether the run has landed: whoever wrote the group was interrupted and has not learnt of it."""
+        parameters = self._store.parameters(lease)
+        rows = self._store.single(lambda connection: self._unknown.rows(connection, parameters))
+        for row in rows:
+            values = self._loader.load(row, self._unknown.types)
+            if values[self._store.runs.status] == self._store.runs.lifecycle.done:
+                return values
+        return None
 
     def _wait(self, mine: _Landing, gate: Gate) -> None:
         try:
@@ -104,16 +115,16 @@ class Landings:
             following.gate.open()
 
     def _write(self, group: Sequence[_Landing]) -> None:
+        landed: Mapping[Any, Landed | DatabaseUnavailable]
         try:
             landed = self._store.single(lambda connection: self._land(connection, [each.lease for each in group]))
         except DatabaseUnavailable as unavailable:
-            for landing in group:
-                landing.answer = unavailable
+            landed = dict.fromkeys((landing.lease.identity for landing in group), unavailable)
         except (DurableError, SQLAlchemyError):
-            return  # each is landed, or refused, on its own
-        else:
-            for landing in group:
-                landing.answer = landed.get(landing.lease.identity)
+            landed = {}  # each is landed, or refused, on its own
+        for landing in group:
+            landing.answer = landed.get(landing.lease.identity)
+            landing.told = True
 
     def _land(self, connection: Connection, leases: Sequence[Lease]) -> dict[Any, Landed]:
         if len(leases) == 1:
@@ -136,6 +147,10 @@ class Landings:
     @cached_property
     def _many(self) -> Prepared:
         return self._store.prepare(fence.land_all_done(self._store.runs))
+
+    @cached_property
+    def _unknown(self) -> Prepared:
+        return self._store.prepare(fence.found(self._store.runs))
 
     @cached_property
     def _loader(self) -> Loader:

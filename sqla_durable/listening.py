@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from psycopg import Error
-from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, Engine
 
-from sqla_durable.dispatch import OUTAGES, Work, seconds
+from sqla_durable.dispatch import OUTAGES, Work, log, seconds
 from sqla_durable.ground import Ground
 from sqla_durable.wake import CHANNEL
 
-_log = logging.getLogger("sqla_durable.worker")
 _SLICE = 0.5
+_CLOSING = 2.0
 _SILENCE = timedelta(seconds=30)
 
 
-@contextmanager
-def listening(works: Iterable[Work], due: Callable[[], None]) -> Generator[None, None, None]:
-    """Listen meanwhile, in a thread for each engine.
+class Listening:
+    """Listens, in a thread for each engine, until it is stopped.
 
     Nothing depends on it but how soon a worker looks: a notification that is lost, or one too many, does no harm.
 
     :param works: what to listen for.
     :param due: called, in those threads, when something may be due.
     """
-    grounds: dict[int, tuple[Ground, set[str]]] = {}
-    for work in works:
-        store = work.verbs.store
-        _, names = grounds.setdefault(id(store.engine.pool), (store, set()))
-        names.add(store.runs.table.name)
-    listeners = [_Listener(ground, names, due) for ground, names in grounds.values()]
-    for listener in listeners:
-        listener.start()
-    try:
-        yield
-    finally:
-        for listener in listeners:
+
+    def __init__(self, works: Iterable[Work], due: Callable[[], None]) -> None:
+        grounds: dict[int, tuple[Ground, set[str]]] = {}
+        for work in works:
+            store = work.verbs.store
+            _, names = grounds.setdefault(id(store.engine.pool), (store, set()))
+            names.add(store.runs.table.name)
+        self._listeners = [_Listener(ground, names, due) for ground, names in grounds.values()]
+        for listener in self._listeners:
+            listener.start()
+
+    def stop(self) -> None:
+        """Stop, and wait for a moment for the connections to be closed."""
+        for listener in self._listeners:
             listener.stopped.set()
-        for listener in listeners:
-            listener.join(10 * _SLICE)
+        end = time.monotonic() + _CLOSING
+        for listener in self._listeners:
+            listener.join(max(0.0, end - time.monotonic()))
 
 
 class _Listener(threading.Thread):
@@ -64,20 +64,27 @@ class _Listener(threading.Thread):
         failures = 0
         while not self.stopped.is_set():
             try:
-                with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                with self._connected(engine) as connection:
                     if _is_pooled(connection):
-                        _log.info("there is a pooler before %r, which passes no notifications on; polling", engine)
+                        log.info("there is a pooler before %r, which passes no notifications on; polling", engine)
                         break
                     connection.exec_driver_sql(f"LISTEN {CHANNEL}")
                     failures = 0
                     self._due()  # what was started before, without a notification that anybody heard
                     self._hear(connection)
-            except (SQLAlchemyError, Error) as error:
+            except Exception as error:  # noqa: BLE001 - a hook of the user's may raise anything
                 failures += 1
-                _log.debug("listening is interrupted: %s", error)
-                engine.dispose()
+                log.debug("listening is interrupted: %r", error)
                 self.stopped.wait(seconds(OUTAGES, failures))
         engine.dispose()
+
+    @contextmanager
+    def _connected(self, engine: Engine) -> Generator[Connection, None, None]:
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            try:
+                yield connection
+            finally:
+                connection.invalidate()  # it listens, or is broken: of no use to a pool
 
     def _hear(self, connection: Connection) -> None:
         driver: Any = connection.connection.driver_connection

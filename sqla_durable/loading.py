@@ -8,7 +8,6 @@ from typing import Any, Generic, cast
 
 from sqlalchemy import Column
 from sqlalchemy.orm import ColumnProperty, Session, make_transient_to_detached
-from sqlalchemy.orm.attributes import set_committed_value
 
 from sqla_durable.run import RunRows, RunT
 
@@ -53,7 +52,6 @@ class Loading(Generic[RunT]):
         """Return the detached object of a row."""
         manager: Any = self._runs.mapper.class_manager
         made = cast(RunT, manager.new_instance())
-        for column, value in values.items():
-            set_committed_value(made, self._runs.attribute(column), value)
+        self._runs.show(made, values)  # a table may have columns that the class does not map
         make_transient_to_detached(made)
         return made

@@ -14,7 +14,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable.codec import Codec, codec_for
-from sqla_durable.dispatch import Work
+from sqla_durable.dispatch import Work, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -327,7 +327,8 @@ class Runs(Generic[RunT]):
         _refuse_coroutine(handler)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            _plain(handler(Run(holder)), handler)
+            with in_slot():
+                _plain(handler(Run(holder)), handler)
 
         return Work(self._verbs, lambda holder: self._verbs.execute(holder, carry_out, run_now=False, at_once=True))
 

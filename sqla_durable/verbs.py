@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, with_polymorphic
 from sqla_durable import claim, fence, intent, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
-from sqla_durable.exc import RunInFlight, RunNotFound, StepReused, UsageError
+from sqla_durable.exc import RetryableError, RunInFlight, RunNotFound, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out
 from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
@@ -39,6 +39,7 @@ from sqla_durable.step import Steps
 from sqla_durable.store import Store
 
 _LIMITS = 64
+_Claimed = tuple[int, list[Mapping[Column[Any], Any]]]
 
 
 class Verbs(Generic[RunT]):
@@ -86,12 +87,14 @@ class Verbs(Generic[RunT]):
         if not self._loading.plain:
 
             def work(session: Session, connection: Connection) -> list[Holder[RunT]]:
-                claimed = self._claim_rows(connection, limit)
+                claimed = self._claim_rows(limit, lambda limit: self._claim_once(connection, limit))
                 return self._holders(session, connection, [self._lease_of(values) for values in claimed])
 
             return self.store.execute(work)
         sent = time.monotonic()
-        claimed = self.store.single(lambda connection: self._claim_rows(connection, limit))
+        claimed = self._claim_rows(
+            limit, lambda limit: self.store.single(lambda connection: self._claim_once(connection, limit))
+        )
         leases = [self._lease_of(values) for values in claimed]
         again = [lease.identity for lease in leases if _has_receipts(lease)]
         known = self.store.single(lambda connection: self._known(connection, again)) if again else {}
@@ -350,16 +353,26 @@ class Verbs(Generic[RunT]):
             raise RunNotFound(f"there is no {self.runs.entity.__name__} with the key {identity!r}.")
         return row
 
-    def _claim_rows(self, connection: Connection, limit: int) -> list[Mapping[Column[Any], Any]]:
+    def _claim_rows(self, limit: int, claim_once: Callable[[int], _Claimed]) -> list[Mapping[Column[Any], Any]]:
         """Claim what is due, and what was reaped on the way and is due again."""
         claimed: list[Mapping[Column[Any], Any]] = []
         while True:
-            statement = self._claim_due(limit - len(claimed))
-            rows = statement.rows(connection, arguments(owner=self.owner))
-            if rows[0][self._fence_at] is not None:
-                claimed += [self._loader.load(row[1:], statement.types[1:]) for row in rows]
-            if not rows[0][0] or len(claimed) == limit:
+            try:
+                reaped, more = claim_once(limit - len(claimed))
+            except RetryableError:
+                if not claimed:
+                    raise
+                return claimed  # as they are committed
+            claimed += more
+            if not reaped or len(claimed) == limit:
                 return claimed
+
+    def _claim_once(self, connection: Connection, limit: int) -> _Claimed:
+        """Return how many runs were reaped, and the rows of those that were claimed."""
+        statement = self._claim_due(limit)
+        rows = statement.rows(connection, arguments(owner=self.owner))
+        found = rows if rows[0][self._fence_at] is not None else ()
+        return rows[0][0], [self._loader.load(row[1:], statement.types[1:]) for row in found]
 
     def _summary(self, row: AnyRow) -> RunSummary:
         return listing.summary_of(row, self.store.name, len(self.runs.key))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from sqla_durable.dispatch import Ended, Serving, Wake, Work, log, report
 from sqla_durable.execution import Ending, let_go
 from sqla_durable.holder import Holder
-from sqla_durable.listening import listening
+from sqla_durable.listening import Listening
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 RELEASING = 5.0
@@ -56,10 +56,13 @@ class Worker(Serving):
 
         :raises UsageError: where it is running already.
         """
-        with _Threads(self._concurrency) as slots, self._serving(slots) as dispatcher, _signals(self):
+        with _Threads(self._concurrency) as slots, self._serving(slots) as dispatcher, signals(self):
             self._log_start()
-            with listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE)):
+            listening = Listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE))
+            try:
                 dispatcher.run()
+            finally:
+                listening.stop()
             log.info("stopped")
 
     def run_due(self, budget: timedelta) -> Counter[Ending]:
@@ -73,7 +76,7 @@ class Worker(Serving):
         self._check(budget=budget)
         with _Threads(self._concurrency) as slots, self._serving(slots) as dispatcher:
             dispatcher.run(until=time.monotonic() + budget.total_seconds())
-            return dispatcher.endings
+            return Counter(dispatcher.endings)
 
 
 class _Threads:
@@ -135,7 +138,11 @@ class _Threads:
 
 
 @contextmanager
-def _signals(worker: Worker) -> Generator[None, None, None]:
+def signals(worker: Serving) -> Generator[None, None, None]:
+    """Have the worker drain on the first signal, and whatever was there before answer the next one.
+
+    With :func:`signal.signal` in the asyncio form too: what a loop is told of waits for a handler that blocks it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -62,6 +62,10 @@ class Program:
     def freeze(self) -> None:
         """Stop every thread of the program where it stands, and return once the kernel has done so."""
         self.process.send_signal(signal.SIGSTOP)
+        self.wait_until_frozen()
+
+    def wait_until_frozen(self) -> None:
+        """Return once the kernel has stopped the program, by whatever signal."""
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:

@@ -12,6 +12,21 @@ from sqlalchemy import URL
 READY_FOR_QUERY = b"Z"
 
 
+def connect_to(url: URL) -> socket.socket:
+    """Open a connection to the server of a URL, by whichever kind of socket it names."""
+
+    def first(name: str, otherwise: object) -> str:
+        value = url.query.get(name, otherwise)
+        return str(value[0] if isinstance(value, tuple) else value)
+
+    host, port = first("host", url.host), first("port", url.port or 5432)
+    if not host.startswith("/"):
+        return socket.create_connection((host, int(port)))
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(f"{host}/.s.PGSQL.{port}")
+    return server
+
+
 class Count:
     """How many round trips there were while it was taken."""
 
@@ -60,23 +75,11 @@ class Wire:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = self._connect()
+                server = connect_to(self._upstream)
                 with self._lock:
                     self._sockets += [client, server]
                 for source, target, counted in ((client, server, False), (server, client, True)):
                     threading.Thread(target=self._pump, args=(source, target, counted), daemon=True).start()
-
-    def _connect(self) -> socket.socket:
-        def first(name: str, otherwise: object) -> str:
-            value = self._upstream.query.get(name, otherwise)
-            return str(value[0] if isinstance(value, tuple) else value)
-
-        host, port = first("host", self._upstream.host), first("port", self._upstream.port or 5432)
-        if not host.startswith("/"):
-            return socket.create_connection((host, int(port)))
-        server = socket.socket(socket.AF_UNIX)
-        server.connect(f"{host}/.s.PGSQL.{port}")
-        return server
 
     def _pump(self, source: socket.socket, target: socket.socket, counted: bool) -> None:
         unread = b""

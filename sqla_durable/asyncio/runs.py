@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from functools import partial
@@ -21,7 +22,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from sqla_durable.codec import Codec, codec_for
-from sqla_durable.dispatch import AsyncWork
+from sqla_durable.dispatch import AsyncWork, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -226,19 +227,32 @@ class AsyncRuns(Generic[RunT]):
         return await self._execute(target, handler, run_now=run_now)
 
     async def _execute(
-        self, target: object, handler: Callable[[AsyncRun[RunT]], Awaitable[object]], **options: bool
+        self,
+        target: object,
+        handler: Callable[[AsyncRun[RunT]], Awaitable[object]],
+        *,
+        run_now: bool = False,
+        at_once: bool = False,
     ) -> Outcome:
         watch = _Watch()
         known = self._handle(target)
 
+        async def handled(run: AsyncRun[RunT]) -> None:
+            # A task begins late where another one blocks the loop; the run may be lost since it was fenced.
+            if at_once and not run.holder.was_just_claimed():
+                await run.renew()
+            await _awaitable(handler(run), handler)
+
         def carry_out(holder: Holder[RunT]) -> None:
             watch.spared = lambda: holder.issuing
             run = AsyncRun(holder) if known is None else known
-            _wait_for(watch.guard(_awaitable(handler(run), handler)), handler)
+            _wait_for(watch.guard(handled(run)), handler)
             run.refuse_unawaited()
 
         held = target if known is None else known.holder
-        outcome = await greenlet_spawn(self._verbs.execute, held, carry_out, on_lost=watch.cancel, **options)
+        outcome = await greenlet_spawn(
+            self._verbs.execute, held, carry_out, on_lost=watch.cancel, run_now=run_now, at_once=at_once
+        )
         watch.pass_on()
         return outcome
 
@@ -248,8 +262,12 @@ class AsyncRuns(Generic[RunT]):
         :param handler: as for :meth:`execute`.
         """
 
+        async def handled(run: AsyncRun[RunT]) -> None:
+            with in_slot(asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+                await _awaitable(handler(run), handler)
+
         def carry_out(holder: Holder[RunT]) -> Coroutine[Any, Any, Outcome]:
-            return self._execute(AsyncRun(holder), handler, at_once=True)
+            return self._execute(AsyncRun(holder), handled, at_once=True)
 
         return AsyncWork(self._verbs, carry_out)
 
@@ -368,10 +386,13 @@ class _Watch:
 
     async def guard(self, handler: Awaitable[ResultT]) -> ResultT:
         # A task of its own, so that this cancellation cannot be taken for one of the caller's.
-        task = asyncio.create_task(_as_coroutine(handler))
+        task = asyncio.create_task(_as_task(handler))
         self._task = task
         try:
-            return await task
+            result = await task
+            if isinstance(result, _Exit):
+                raise result.interruption
+            return result
         finally:
             self._task = None
             if inspect.iscoroutine(handler):
@@ -448,6 +469,20 @@ class _Gate:
     def _open(self) -> None:
         if not self._opened.done():
             self._opened.set_result(None)
+
+
+@dataclass
+class _Exit:
+    """What would end the loop if it left the task that it was raised in, before the run was released."""
+
+    interruption: BaseException
+
+
+async def _as_task(awaitable: Awaitable[ResultT]) -> ResultT | _Exit:
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as interruption:
+        return _Exit(interruption)
 
 
 async def _as_coroutine(awaitable: Awaitable[ResultT]) -> ResultT:

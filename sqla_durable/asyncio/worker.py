@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, cast
 
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.dispatch import AsyncWork, Dispatcher, Ended, Serving, Wake, Work, log, report
-from sqla_durable.execution import Ending, Outcome
+from sqla_durable.dispatch import AsyncWork, Ended, Serving, Wake, Work, log, report
+from sqla_durable.execution import Ending, Outcome, let_go
 from sqla_durable.holder import Holder
-from sqla_durable.listening import listening
-from sqla_durable.worker import RELEASING, SIGNALS
+from sqla_durable.listening import Listening
+from sqla_durable.worker import RELEASING, signals
+
+_HEEDING = 1.0
 
 
 class AsyncWorker(Serving):
@@ -46,9 +46,13 @@ class AsyncWorker(Serving):
         once.
         """
         slots = _Tasks()
-        with self._serving(slots) as dispatcher, _signals(self):
+        with self._serving(slots) as dispatcher, signals(self):
             self._log_start()
-            await self._dispatching(slots, dispatcher)
+            listening = Listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE))
+            try:
+                await slots.beside(greenlet_spawn(dispatcher.run))
+            finally:
+                await asyncio.to_thread(listening.stop)
             log.info("stopped")
 
     async def run_due(self, budget: timedelta) -> Counter[Ending]:
@@ -57,11 +61,7 @@ class AsyncWorker(Serving):
         slots = _Tasks()
         with self._serving(slots) as dispatcher:
             await slots.beside(greenlet_spawn(dispatcher.run, until=time.monotonic() + budget.total_seconds()))
-            return dispatcher.endings
-
-    async def _dispatching(self, slots: _Tasks, dispatcher: Dispatcher) -> None:
-        with listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE)):
-            await slots.beside(greenlet_spawn(dispatcher.run))
+            return Counter(dispatcher.endings)
 
 
 class _Tasks:
@@ -73,19 +73,23 @@ class _Tasks:
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
         self._why: set[Wake] = set()
-        self._tasks: dict[Holder[Any], asyncio.Task[None]] = {}
+        self._tasks: dict[Holder[Any], asyncio.Task[Outcome | None]] = {}
 
     async def beside(self, dispatching: Coroutine[Any, Any, None]) -> None:
         """Await the dispatcher; where that is interrupted, cancel what it has started, and wait for the releases."""
         try:
             await dispatching
         finally:
-            await self._cancel(self._tasks.values())
+            await self._release(list(self._tasks))
 
     def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
-        task = self._loop.create_task(self._carry_out(work, holder, ended))
+        def done(task: asyncio.Task[Outcome | None]) -> None:
+            del self._tasks[holder]
+            ended(holder, None if task.cancelled() or task.exception() else task.result())
+
+        task = self._loop.create_task(self._carry_out(work, holder))
         self._tasks[holder] = task
-        task.add_done_callback(lambda _: self._tasks.pop(holder, None))
+        task.add_done_callback(done)  # not in the task, which does not even begin where it is cancelled before
 
     def wait(self, seconds: float | None) -> Wake | None:
         with suppress(TimeoutError):
@@ -99,51 +103,33 @@ class _Tasks:
             self._loop.call_soon_threadsafe(self._wake, why)
 
     def release(self, holders: Iterable[Holder[Any]]) -> None:
-        await_only(self._cancel([self._tasks[holder] for holder in holders if holder in self._tasks]))
+        await_only(self._release(list(holders)))
 
     def _wake(self, why: Wake) -> None:
         self._why.add(why)
         self._woken.set()
 
-    async def _cancel(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        cancelled = list(tasks)
-        for task in cancelled:
+    async def _release(self, holders: Sequence[Holder[Any]]) -> None:
+        """Cancel tasks, which release their runs; then release what had not begun yet, or does not heed it."""
+        tasks = [self._tasks[holder] for holder in holders if holder in self._tasks]
+        for task in tasks:
             task.cancel()
-        if cancelled:
-            await asyncio.wait(cancelled, timeout=RELEASING)
+        await _within(_HEEDING, tasks)
+        left = [holder for holder in holders if not holder.ended and holder.lost is None]
+        await _within(RELEASING, [asyncio.create_task(greenlet_spawn(let_go, holder)) for holder in left])
 
-    async def _carry_out(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
-        outcome: Outcome | None = None
+    async def _carry_out(self, work: Work, holder: Holder[Any]) -> Outcome | None:
         try:
             outcome = await cast(Coroutine[Any, Any, Outcome], work.execute(holder))
-            report(work, holder, outcome)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException:  # noqa: BLE001 - one failing run never stops the others
             log.exception("%r of %r was interrupted", holder.lease, work)
-        finally:
-            ended(holder, outcome)
+            return None
+        report(work, holder, outcome)
+        return outcome
 
 
-@contextmanager
-def _signals(worker: AsyncWorker) -> Generator[None, None, None]:
-    loop = asyncio.get_running_loop()
-    handled: list[signal.Signals] = []
-
-    def restore() -> None:
-        while handled:
-            loop.remove_signal_handler(handled.pop())
-
-    def drain() -> None:
-        restore()
-        worker.stop()
-
-    if threading.current_thread() is threading.main_thread():
-        with suppress(NotImplementedError):  # a loop of Windows
-            for number in SIGNALS:
-                loop.add_signal_handler(number, drain)
-                handled.append(number)
-    try:
-        yield
-    finally:
-        restore()
+async def _within(seconds: float, tasks: Collection[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)
