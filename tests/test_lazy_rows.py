@@ -379,7 +379,7 @@ NEED_NONE: dict[str, Callable[[], tuple[type[Any], type[Any]]]] = {
     "lazy": lambda: with_relationship("select"),
     "raise": lambda: with_relationship("raise"),
     "write only": lambda: with_relationship("write_only"),
-    "an unmapped column": excluded,
+    "an unmapped column": lambda: excluded(),  # noqa: PLW0108 - it is defined below
 }
 
 
