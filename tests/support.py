@@ -122,6 +122,9 @@ def column(engine: Engine, ident: UUID, name: str) -> Any:
 
 # waiting
 
+ROW_BY_ROW = "-c enable_hashjoin=off -c enable_mergejoin=off -c enable_seqscan=off -c enable_material=off"
+"""Options of a connection whose statements update one row before they have locked the next."""
+
 
 def eventually(condition: Callable[[], ValueT | None], what: str = "the condition") -> ValueT:
     """Poll until ``condition`` returns something true."""

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import FrozenPayload, Runs, TransactionConflict
 from sqla_durable.testing import lapse
-from tests.support import Background, blocked_backends, eventually, wait_until_blocked
+from tests.support import ROW_BY_ROW, Background, eventually, wait_until_blocked
 from tests.support_consent import (
     AHEAD,
     PASSED,
@@ -202,14 +202,13 @@ def test_a_locked_run_is_not_expired_and_nobody_waits_for_it(engine: Engine, gra
     ident = add_consent(engine, expires_at=PASSED)
     with engine.begin() as connection:
         connection.execute(select(Consent.id).where(Consent.id == ident).with_for_update())
-        assert granting.consents.reap() == 0
-        assert granting.consents.heal(ident) is False
-        assert blocked_backends(engine) == 0
+        assert Background(granting.consents.reap).result() == 0
+        assert Background(lambda: granting.consents.heal(ident)).result() is False
     assert granting.consents.reap() == 1
 
 
 def test_a_run_whose_expiry_was_moved_ahead_before_the_sweep_had_locked_it_is_left_alone(
-    engine: Engine, granting: Granting
+    engine: Engine,
 ) -> None:
     """The sweep's snapshot is older than the change, which has committed by the time its row is looked at."""
     first, second = (add_consent(engine, expires_at=PASSED) for _ in range(2))
@@ -222,14 +221,17 @@ def test_a_run_whose_expiry_was_moved_ahead_before_the_sweep_had_locked_it_is_le
             "CREATE TRIGGER hold_up BEFORE UPDATE ON consent FOR EACH ROW WHEN (starts_with(NEW.status, 'too late'))"
             " EXECUTE FUNCTION hold_up()"
         )
+    row_by_row = create_engine(engine.url, connect_args={"options": ROW_BY_ROW})
+    sweeper: Runs[Consent] = Runs(sessionmaker(row_by_row), Consent, ConsentStep)
     with engine.connect() as gate, engine.begin() as connection:
         gate.exec_driver_sql("SELECT pg_advisory_xact_lock(7302)")
         connection.execute(update(Consent).where(Consent.id == second).values(expires_at=AHEAD))
-        sweeping = Background(granting.consents.reap)
+        sweeping = Background(sweeper.reap)
         wait_until_blocked(engine)
         connection.commit()
         gate.rollback()
         assert sweeping.result() == 1
+    row_by_row.dispose()
     assert (status_of(engine, first), status_of(engine, second)) == (Status.EXPIRED, Status.PENDING)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy import Engine, create_engine, func, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqla_durable import (
@@ -26,6 +26,7 @@ from sqla_durable import (
 from sqla_durable.fence import HISTORY
 from sqla_durable.testing import lapse
 from tests.support import (
+    ROW_BY_ROW,
     Background,
     Plan,
     PlanStatus,
@@ -366,15 +367,18 @@ def test_a_lease_that_was_renewed_before_the_reaper_had_locked_the_row_lasts(
                 " EXECUTE FUNCTION hold_up()"
             )
         )
+    row_by_row = create_engine(engine.url, connect_args={"options": ROW_BY_ROW})
+    reaper: Runs[Plan] = Runs(sessionmaker(row_by_row), Plan, PlanStep)
     with engine.connect() as gate, engine.connect() as renewal:
         gate.execute(text("SELECT pg_advisory_xact_lock(7303)"))
         fresh = {"lease_expires_at": func.clock_timestamp() + timedelta(minutes=1)}
         renewal.execute(update(Plan).where(Plan.id == second.lease.identity[0]).values(fresh))
-        reaping = Background(plans.reap)
+        reaping = Background(reaper.reap)
         wait_until_blocked(engine)
         renewal.commit()
         gate.rollback()
         assert reaping.result() == 1
+    row_by_row.dispose()
     assert column(engine, first.lease.identity[0], "status") is PlanStatus.APPROVED
     assert column(engine, second.lease.identity[0], "status") is PlanStatus.EXECUTING
     second.finish()
@@ -385,8 +389,8 @@ def test_a_locked_row_is_skipped_and_nobody_waits_for_it(
 ) -> None:
     held, free = (lapsed_plan(session_factory, plans).lease.identity[0] for _ in range(2))
     with locked(engine, held):
-        assert plans.reap() == 1
-        assert plans.heal(held) is False
+        assert Background(plans.reap).result() == 1
+        assert Background(lambda: plans.heal(held)).result() is False
     assert column(engine, held, "status") is PlanStatus.EXECUTING
     assert column(engine, free, "status") is PlanStatus.APPROVED
     assert plans.heal(held) is True
