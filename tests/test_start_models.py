@@ -252,7 +252,9 @@ def test_listeners_of_the_mapper_and_the_session_are_told_as_by_a_flush(bare: En
             event.listen(model.job, name, note)
         for name in ("before_attach", "transient_to_pending", "pending_to_persistent"):
             event.listen(model.factory, name, lambda session, row, name=name: told.append(name))
-        event.listen(model.job, "refresh_flush", lambda row, context, names: told.append("refresh_flush"))
+        event.listen(
+            model.job, "refresh_flush", lambda row, context, names: told.append(f"refresh_flush {sorted(names)}")
+        )
         heard = []
         for make in makers:
             told.clear()
@@ -261,7 +263,8 @@ def test_listeners_of_the_mapper_and_the_session_are_told_as_by_a_flush(bare: En
         return heard
 
     started, flushed = model_that_tells(lambda model: model.start(note="n"), lambda model: model.flushed(note="n"))
-    assert started == flushed
+    # A flush leaves the value of a sequence to be loaded later; with asyncio that would be too late.
+    assert [each.replace("'by_sequence', ", "") for each in started] == flushed
     assert "before_insert True n" in started
 
 
@@ -478,9 +481,11 @@ def test_classes_that_inherit(bare: Engine, kind: str) -> None:
     assert (row.type, row.extra, row.filled) == ("special", "e", 5)
     base = Model(bare, job, step)
     assert base.start().type == "job"
+    plain = model.start(key="b")
     for model_of in (base, Model(bare, other, step)):
-        with pytest.raises(KeyConflict, match=rf"\({row.id},\)"):
-            model_of.start(key="a", note=None)
+        with pytest.raises(KeyConflict, match=rf"\({plain.id},\)"):
+            model_of.start(key="b")
+    assert model.start(key="b").id == plain.id
 
 
 def test_a_class_two_tables_below_the_root(bare: Engine) -> None:
