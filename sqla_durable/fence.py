@@ -136,7 +136,7 @@ def release(runs: RunRows[Any], *, failed: bool, notify: bool = False) -> Update
     else:
         changes |= {runs.status: ready}
     released = runs.update(runs.lock(runs.matches(), holding(runs)), changes)
-    return released.returning(*changes, *(runs.notices() if notify else ()))
+    return released.returning(*changes, *(runs.notices if notify else ()))
 
 
 def remember(runs: RunRows[Any], error: ColumnElement[Any]) -> ColumnElement[Any]:

@@ -56,7 +56,7 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
         **dict.fromkeys(cleared, null()),
     }
     requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
-    return requeued.returning(*changes, *(runs.notices() if notify else ()))
+    return requeued.returning(*changes, *(runs.notices if notify else ()))
 
 
 def request_cancel(runs: RunRows[Any]) -> Update:

@@ -325,6 +325,27 @@ def test_a_constructor_of_the_users_own(bare: Engine) -> None:
         model.start(begin_as=JobStatus.DONE)
 
 
+def test_a_constructor_that_takes_what_the_mixins_map_is_given_it(bare: Engine) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(PriorityMixin, RunMixin, Base):
+        __tablename__ = "job"
+        __lifecycle__ = lifecycle()
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[JobStatus] = jobs.column()
+
+        def __init__(self, status: JobStatus, available_at: Any, priority: int) -> None:
+            self.status, self.available_at, self.priority = status, available_at, priority + 1
+
+    class JobStep(ReceiptMixin[Job], Base):
+        __tablename__ = "job_step"
+
+    row = Model(bare, Job, JobStep).start(status=JobStatus.READY, available_at=timedelta(hours=1), priority=3)
+    assert (row.status, row.priority) == (JobStatus.READY, 4)
+    assert row.available_at > row.created_at
+
+
 # --- relationships
 
 
