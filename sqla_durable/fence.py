@@ -214,7 +214,7 @@ def _hand_back(
     else:
         changes |= {runs.status: ready}
     released = runs.update(runs.lock(runs.matches(), holding(runs)), changes)
-    return released.returning(*changes, *(runs.notices() if notify else ()))
+    return released.returning(*changes, *(runs.notices if notify else ()))
 
 
 def _delay() -> ColumnElement[Any]:

@@ -60,8 +60,4 @@ def refusing_occupied(runs: RunRows[Any]) -> Generator[None, None, None]:
 
 def same(column: Column[Any], value: Any) -> ColumnElement[bool]:
     """The condition that a column has a value, where nulls are equal; by an index where the value is plain."""
-    if value is None:
-        return column.is_(None)
-    if isinstance(value, ClauseElement):
-        return column.is_not_distinct_from(value)
-    return and_(column == value)
+    return column.is_not_distinct_from(value) if isinstance(value, ClauseElement) else and_(column == value)

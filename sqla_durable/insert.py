@@ -111,19 +111,10 @@ class Insertion:
             if back is None or relationship.key not in self._state.dict:
                 continue
             for value in get_history(self.instance, relationship.key).added:
-                self._restore(relationship, value, back)
+                if value is not None and cast("InstanceState[Any]", inspect(value)).persistent:
+                    self._session.expire(value, [back])
 
     # the parts
-
-    def _restore(self, relationship: RelationshipProperty[Any], value: Any, back: str) -> None:
-        """Undo what setting a relationship has done to the object at its other end."""
-        if value is None or not cast("InstanceState[Any]", inspect(value)).persistent:
-            return
-        if not relationship.mapper.relationships[back].uselist:
-            for displaced in get_history(value, back).deleted:
-                if displaced in self._session:
-                    self._session.expire(displaced, [relationship.key])
-        self._session.expire(value, [back])
 
     def _related(self) -> list[tuple[RelationshipProperty[Any], Any]]:
         """The objects that this one refers to, many to one."""
@@ -178,10 +169,10 @@ class Insertion:
         """Have the object hold what was inserted, and a subclass's tables the key they share with this one."""
         loaded: list[str] = []
         for column, attribute in rows.attributes().items():
-            # A plain value that the object holds stays as it is: a mutable one is watched.
-            value = self._state.dict.get(attribute, _ABSENT)
-            if value is _ABSENT or value is not values[column]:
-                set_committed_value(self.instance, attribute, values[column])
+            held, value = self._state.dict.get(attribute, _ABSENT), values[column]
+            if held is not value:
+                set_committed_value(self.instance, attribute, value)
+            if held is not value and not (held is _ABSENT and value is None):
                 loaded.append(attribute)
         if loaded:
             self._mapper.class_manager.dispatch.refresh_flush(self._state, None, loaded)

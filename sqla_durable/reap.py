@@ -78,7 +78,7 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
         expires_at = runs.column("expires_at")
         changes[expires_at] = case((expires_at > clock.stamp(), expires_at))
     requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
-    return requeued.returning(*changes, *(runs.notices() if notify else ()))
+    return requeued.returning(*changes, *(runs.notices if notify else ()))
 
 
 def request_cancel(runs: RunRows[Any]) -> Update:

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, text
 from sqlalchemy.dialects.postgresql import JSONB
@@ -84,7 +86,11 @@ class RunMixin(LeaseMixin, TransitionHook):
 
     @classmethod
     def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
-        return RunRows(cls).notices() if to == cls.__lifecycle__.ready else ()
+        if to != cls.__lifecycle__.ready:
+            return ()
+        if cls not in _notices:
+            _notices[cls] = RunRows(cls).notices
+        return _notices[cls]
 
     @classmethod
     def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
@@ -100,6 +106,7 @@ class RunMixin(LeaseMixin, TransitionHook):
 
 
 RunT = TypeVar("RunT", bound=RunMixin)
+_notices: WeakKeyDictionary[type[RunMixin], Sequence[ColumnElement[Any]]] = WeakKeyDictionary()
 
 
 class RunRows(Rows[RunT]):
@@ -145,6 +152,7 @@ class RunRows(Rows[RunT]):
         living = [status for status in machine.transitions if status not in machine.terminal]
         return self.status.in_([self.constant(status) for status in living])
 
+    @cached_property
     def notices(self) -> Sequence[ColumnElement[Any]]:
         """What a statement that may have made a run ready returns, so that listening workers are told if it has.
 

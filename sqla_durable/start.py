@@ -95,7 +95,7 @@ class Start(Generic[RunT]):
         runs = self._runs
         scope = runs.key_scope if self._key is not None else ()
         settled = insertion.begin([*scope, *runs.group])
-        notices = () if self._session.twophase else runs.notices()
+        notices = () if self._session.twophase else runs.notices
         may_conflict = self._key is not None or bool(runs.group)
         for _ in range(_ROUNDS if may_conflict else 0):
             if insertion.insert(notices, on_conflict=True):
@@ -171,12 +171,13 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
     """
     entity, status = runs.entity, runs.attribute(runs.status)
     ours = {status, "available_at", *(["priority"] if runs.priority is not None else ())}
-    parameters = inspect.signature(entity).parameters
-    later = {name: value for name, value in values.items() if name in ours and name not in parameters}
-    instance = entity(**{name: value for name, value in values.items() if name not in later})
+    given = {name: instant(value) if name == "available_at" else value for name, value in values.items()}
+    parameters = set(inspect.signature(entity).parameters) if ours.intersection(given) else set[str]()
+    later = {name: value for name, value in given.items() if name in ours and name not in parameters}
+    instance = entity(**{name: value for name, value in given.items() if name not in later})
     for name, value in later.items():
         if value is not None:
-            setattr(instance, name, instant(value) if name == "available_at" else value)
+            setattr(instance, name, value)
     held = vars(instance).get(status)
     if held is not None:
         refuse_status(runs, held)

@@ -252,7 +252,9 @@ def test_listeners_of_the_mapper_and_the_session_are_told_as_by_a_flush(bare: En
             event.listen(model.job, name, note)
         for name in ("before_attach", "transient_to_pending", "pending_to_persistent"):
             event.listen(model.factory, name, lambda session, row, name=name: told.append(name))
-        event.listen(model.job, "refresh_flush", lambda row, context, names: told.append("refresh_flush"))
+        event.listen(
+            model.job, "refresh_flush", lambda row, context, names: told.append(f"refresh_flush {sorted(names)}")
+        )
         heard = []
         for make in makers:
             told.clear()
@@ -261,7 +263,8 @@ def test_listeners_of_the_mapper_and_the_session_are_told_as_by_a_flush(bare: En
         return heard
 
     started, flushed = model_that_tells(lambda model: model.start(note="n"), lambda model: model.flushed(note="n"))
-    assert started == flushed
+    # A flush leaves the value of a sequence to be loaded later; with asyncio that would be too late.
+    assert [each.replace("'by_sequence', ", "") for each in started] == flushed
     assert "before_insert True n" in started
 
 
@@ -320,6 +323,27 @@ def test_a_constructor_of_the_users_own(bare: Engine) -> None:
     assert model.round(euros=3).cents == 300
     with pytest.raises(UsageError, match="cannot be started as all done"):
         model.start(begin_as=JobStatus.DONE)
+
+
+def test_a_constructor_that_takes_what_the_mixins_map_is_given_it(bare: Engine) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(PriorityMixin, RunMixin, Base):
+        __tablename__ = "job"
+        __lifecycle__ = lifecycle()
+        id: Mapped[int] = mapped_column(primary_key=True)
+        status: Mapped[JobStatus] = jobs.column()
+
+        def __init__(self, status: JobStatus, available_at: Any, priority: int) -> None:
+            self.status, self.available_at, self.priority = status, available_at, priority + 1
+
+    class JobStep(ReceiptMixin[Job], Base):
+        __tablename__ = "job_step"
+
+    row = Model(bare, Job, JobStep).start(status=JobStatus.READY, available_at=timedelta(hours=1), priority=3)
+    assert (row.status, row.priority) == (JobStatus.READY, 4)
+    assert row.available_at > row.created_at
 
 
 # --- relationships
@@ -478,9 +502,11 @@ def test_classes_that_inherit(bare: Engine, kind: str) -> None:
     assert (row.type, row.extra, row.filled) == ("special", "e", 5)
     base = Model(bare, job, step)
     assert base.start().type == "job"
+    plain = model.start(key="b")
     for model_of in (base, Model(bare, other, step)):
-        with pytest.raises(KeyConflict, match=rf"\({row.id},\)"):
-            model_of.start(key="a", note=None)
+        with pytest.raises(KeyConflict, match=rf"\({plain.id},\)"):
+            model_of.start(key="b")
+    assert model.start(key="b").id == plain.id
 
 
 def test_a_class_two_tables_below_the_root(bare: Engine) -> None:

@@ -120,24 +120,27 @@ def test_an_existing_run_is_found_at_every_level_without_a_conflict(store: Shop,
     assert rival.start(key="a").id == first.id
 
 
-def test_a_run_that_is_deleted_between_the_conflict_and_the_look_is_started_anew(
-    store: Shop, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("and_started_again", [False, True])
+def test_a_run_that_is_deleted_between_the_conflict_and_the_look_is_looked_for_anew(
+    store: Shop, monkeypatch: pytest.MonkeyPatch, and_started_again: bool
 ) -> None:
     first = store.start(key="a")
-    looked: list[Any] = []
     find = Start._find
+    between: list[Order] = []
 
-    def find_late(self: Any, scope: Any) -> Any:
-        if not looked:
-            with store.factory.begin() as session:
-                session.delete(session.get_one(Order, first.id))
-        looked.append(scope)
-        return find(self, scope)
+    def delete_first(self: Any, scope: Any) -> Any:
+        monkeypatch.setattr(Start, "_find", find)
+        with store.factory.begin() as session:
+            session.delete(session.get_one(Order, first.id))
+        found = find(self, scope)
+        if and_started_again:
+            between.append(store.start(key="a"))
+        return found
 
-    monkeypatch.setattr(Start, "_find", find_late)
+    monkeypatch.setattr(Start, "_find", delete_first)
     second = store.start(key="a")
     assert second.id != first.id
-    assert len(looked) == 1
+    assert [order.id for order in between] == [second.id] * and_started_again
     assert store.count() == 1
 
 
