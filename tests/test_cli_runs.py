@@ -365,11 +365,11 @@ def test_a_terminal_is_written_to_in_its_width(tmp_path: Path, named: str, empty
             text("""UPDATE named SET error = jsonb_build_object('type', 'E', 'message', repeat('m ', 90))""")
         )
     engine.dispose()
-    shown = on_a_terminal(tmp_path, 80, "runs", "app:runs", NAMED_URL=empty_url)
+    shown = on_a_terminal(tmp_path, 60, "runs", "app:runs", NAMED_URL=empty_url)
     assert "\x1b[1m" in shown, "the header is bold"
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()
     assert len(plain) > 2 * len(NAMES), "errors are wrapped"
-    assert {len(line.rstrip()) <= 80 for line in plain} == {True}
+    assert {len(line.rstrip()) <= 60 for line in plain} == {True}
     assert sum(line.startswith("[bold]a b[/bold]  ") for line in plain) == 1
 
 

@@ -261,6 +261,7 @@ def pages(runs: Any, limit: int, **conditions: Any) -> list[list[RunSummary]]:
     found, after = [], None
     while page := runs.find(limit=limit, after=after, **conditions):
         found.append(page)
+        assert len(found) < 10, "the pages do not end"
         after = page[-1].cursor
     return found
 
@@ -330,9 +331,14 @@ class Own(DeclarativeBase):
     pass
 
 
-class Local(TypeDecorator[datetime]):
+class Local(TypeDecorator[Any]):
+    """Comes back as something of the user's own."""
+
     impl = DateTime
     cache_ok = True
+
+    def process_result_value(self, value: datetime | None, dialect: Any) -> str:
+        return f"made {value}"
 
 
 class Renamed(RunMixin, Own):
@@ -345,7 +351,7 @@ class Renamed(RunMixin, Own):
     state: Mapped[JobStatus] = jobs.column("run state")
     fence = mapped_column("the fence", BigInteger, nullable=False, server_default=text("0"))
     status: Mapped[str] = mapped_column("error text", String, default="mine")
-    created_at: Mapped[datetime] = mapped_column("made", Local(), server_default=text("localtimestamp"))
+    created_at: Mapped[Any] = mapped_column("made", Local(), server_default=text("localtimestamp"))
 
 
 class RenamedStep(ReceiptMixin[Renamed], Own):
@@ -396,12 +402,16 @@ def test_runs_of_any_model_are_listed_in_pages(bare: Engine, base: Any, entity: 
     listed = [summary.identity for page in found for summary in page]
     assert listed == [summary.identity for summary in runs.find()]
     assert set(listed) == set(idents)
+    if entity is Pair:
+        assert listed[:3] == sorted(listed[:3], reverse=True), "by the key, in the order of its columns"
     dated = listed[:2] if entity is Old else listed[-2:]  # a row without a date counts as the oldest
     assert set(dated) == set(idents[:2])
     runs.execute(listed[0], fails)
     summary = runs.describe(listed[0])
     assert summary is not None
     assert (summary.identity, summary.status) == (listed[0], JobStatus.FAILED)
+    assert isinstance(summary.created_at, datetime)
+    assert isinstance(summary.age, timedelta)
     assert [each.identity for each in runs.find(status=JobStatus.FAILED, error="gone")] == [listed[0]]
     assert runs.counts()[JobStatus.READY] == 4
 
