@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import psycopg
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, insert, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Run, Runs, Worker
@@ -113,8 +113,11 @@ def throughput(engine: Engine, dsn: str) -> None:
 # latency
 
 
-def write_entry(session: Session, label: str) -> None:
-    session.add(Entry(label=label))
+INSERT_ENTRY = insert(Entry.__table__).returning(Entry.__table__.c.id)
+
+
+def write_entry(session: Session, label: str) -> int:
+    return int(session.execute(INSERT_ENTRY, {"label": label}).scalar_one())
 
 
 def three_steps(run: Run[Plan]) -> None:
