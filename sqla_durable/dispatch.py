@@ -376,7 +376,8 @@ class Serving:
 def report(work: Work, holder: Holder[Any], outcome: Outcome) -> None:
     """Log how a run ended."""
     name, identity = work.verbs.runs.entity.__name__, holder.lease.identity
-    if outcome.ending is Ending.LANDED and outcome.failure is None:
+    # A run that waits for something outside is carried out as intended, unless it could not be asked.
+    if outcome.ending in {Ending.LANDED, Ending.SUSPENDED} and outcome.failure is None:
         log.debug("%s %r is %s", name, identity, outcome.status)
     elif outcome.ending is Ending.LANDED:
         log.error("%s %r is %s", name, identity, outcome.status, exc_info=outcome.exception)

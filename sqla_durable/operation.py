@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar, cast
@@ -25,6 +26,7 @@ from sqla_durable.exc import (
     OperationUnknown,
     ResultError,
     RetryableError,
+    TransactionConflict,
     UsageError,
 )
 from sqla_durable.failure import Failure
@@ -143,20 +145,28 @@ class Operation(Generic[IdsT, ResultT]):
         if issued is None:
             known = self._look(name)
             if known is None:
-                raise self._unknown(name, "its receipt was removed while it was to be issued")
+                raise TransactionConflict(f"{self._named(name)}: somebody removed its receipt meanwhile; do it again.")
+            refuse_other_kind(known, Effect.OPERATION)
             return self._pending(known)
         holder.receipts[name] = issued
+        # A heartbeat that finds the lease lost must not break off what the ids would be lost with.
+        holder.issuing = True
+        try:
+            return self._attached(issued, self._called(name))
+        finally:
+            holder.issuing = False
+
+    def _called(self, name: str) -> IdsT:
+        holder = self._holder
         try:
             with holder.within(name):
-                ids = self._called()
+                return self._start()
         except Exception as error:
             if all(isinstance(leaf, NotIssued) for leaf in leaves(error)):
                 self._intents.withdraw(holder.lease, name)
                 holder.receipts.pop(name, None)
                 raise
-            said = f"{type(error).__qualname__}: {error}"
-            raise self._unknown(name, f"start() raised {said:.{_SHOWN}}, which may be before or after") from error
-        return self._attached(issued, ids)
+            raise self._unknown(name, f"start() raised {_said(error)}, which may be before or after") from error
 
     def _attached(self, issued: Receipt, ids: IdsT) -> tuple[Receipt, IdsT]:
         """Record the ids; those that would not come back equal, too, since nobody else knows them."""
@@ -167,12 +177,7 @@ class Operation(Generic[IdsT, ResultT]):
         except ResultError as error:
             refused = error
             text = self._written(ids, name, error)
-        try:
-            attached, row = self._intents.attach(holder.lease, issued, text)
-        except DatabaseUnavailable as error:
-            _log.error("the ids of step %r of %r could not be recorded: %s", name, holder.lease, text)
-            error.add_note(f"the ids of step {name!r} could not be recorded: {text}")
-            raise
+        attached, row = self._attach(issued, text)
         if attached is None:
             attached = self._look(name)
             if attached is None or attached.outcome is StepOutcome.ISSUED:
@@ -185,13 +190,20 @@ class Operation(Generic[IdsT, ResultT]):
             raise refused
         return attached, ids
 
-    def _called(self) -> IdsT:
-        # A heartbeat that finds the lease lost must not break off a call whose ids would be lost with it.
-        self._holder.issuing = True
+    def _attach(self, issued: Receipt, text: str) -> tuple[Receipt | None, AnyRow | None]:
+        lease = self._holder.lease
         try:
-            return self._start()
-        finally:
-            self._holder.issuing = False
+            return self._intents.attach(lease, issued, text)
+        except DatabaseUnavailable as error:
+            _log.error("the ids of operation %r of %r could not be recorded: %s", issued.step, lease, text)
+            error.add_note(f"the ids of operation {issued.step!r} could not be recorded: {text}")
+            raise
+        except BaseException as interruption:
+            if not isinstance(interruption, Exception):
+                # It comes once, and attaching may be repeated.
+                with suppress(Exception):
+                    self._intents.attach(lease, issued, text)
+            raise
 
     def _written(self, ids: IdsT, name: str, refused: ResultError) -> str:
         try:
@@ -241,7 +253,8 @@ class Operation(Generic[IdsT, ResultT]):
         if any(isinstance(leaf, DurableError) and not isinstance(leaf, RetryableError) for leaf in found):
             return
         delay = holder.decide(name, error).delay
-        holder.park(self._every if delay is None else delay, f"operation {name!r}, which could not be asked", error)
+        away = f"operation {name!r}, which could not be asked ({_said(error)})"
+        holder.park(self._every if delay is None else delay, away, error)
 
     def _settled_by_another(self, name: str) -> Receipt:
         """Return the receipt of an operation that another holder of the same lease has seen end first."""
@@ -273,3 +286,8 @@ class Operation(Generic[IdsT, ResultT]):
     def _run(self) -> str:
         identity = self._holder.lease.identity
         return repr(identity[0] if len(identity) == 1 else identity)
+
+
+def _said(error: Exception) -> str:
+    said = f"{type(error).__qualname__}: {error}"
+    return f"{said:.{_SHOWN}}"

@@ -57,6 +57,15 @@ class Facade:
     def external(self, key: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return self.wait(self.run.external(key, as_async_call(fn), *args))
 
+    def keyed(self, key: Any, fn: Callable[..., Any], *args: Any) -> Any:
+        return self.wait(self.run.keyed(key, as_async_call(fn), *args))
+
+    def operation(self, key: Any, *, start: Callable[..., Any], poll: Callable[..., Any], **options: Any) -> Any:
+        return self.wait(self.run.operation(key, start=as_async_call(start), poll=as_async_call(poll), **options))
+
+    def idempotency_key(self, key: Any) -> str:
+        return self.run.idempotency_key(key)
+
 
 class RunsFacade:
     """Looks like :class:`.Runs`: its verbs run those of an :class:`.AsyncRuns` on a loop."""
@@ -107,6 +116,12 @@ class RunsFacade:
 
     def record(self, session: Session, *args: Any) -> None:
         self._in_session(session, "record", *args)
+
+    def attach_ids(self, session: Session, *args: Any) -> Any:
+        return self._in_session(session, "attach_ids", *args)
+
+    def never_issued(self, session: Session, *args: Any) -> Any:
+        return self._in_session(session, "never_issued", *args)
 
     def request_cancel(self, session: Session, ident: Any) -> Any:
         return self._in_session(session, "request_cancel", ident)

@@ -13,9 +13,11 @@ from sqlalchemy import Engine, Table, event, inspect, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import (
+    PENDING,
     Ending,
     Lifecycle,
     LostLease,
+    NotIssued,
     Retry,
     RunNotFound,
     Runs,
@@ -154,6 +156,7 @@ class Driver:
             self.starting,
             self.carrying_out,
             self.failing,
+            self.operating,
             self.in_the_callers_transaction,
             self.batches,
             self.lapsing,
@@ -233,6 +236,60 @@ class Driver:
         assert len(self.row(ident)["failures"]) == 1
         assert self.row(ident)["attempts"] == 2
         assert len(effects(self.engine)) == before + 1
+
+    def operating(self) -> None:
+        ident = self.add()
+        answers: list[Any] = [PENDING, ConnectionError("away"), "done"]
+
+        def poll(ids: Any) -> Any:
+            assert ids == {"id": 1}
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def carry_out(run: Any) -> None:
+            assert run.keyed("charge", lambda key: key) == run.idempotency_key("charge")
+            assert run.operation("batch", start=lambda: {"id": 1}, poll=poll) == "done"
+
+        for attempts in 0, 0, 1:
+            outcome = self.runs.execute(ident, carry_out, run_now=True)
+            assert self.row(ident)["attempts"] == attempts, outcome.exception
+        assert (outcome.ending, outcome.status) == (Ending.LANDED, JobStatus.DONE)
+        assert [failure["step"] for failure in self.row(ident)["failures"]] == ["batch"]
+        assert [receipt.effect for receipt in outcome.receipts] == ["keyed", "operation"]
+        assert self.runs.receipts(ident) == outcome.receipts
+        self.resolving()
+
+    def resolving(self) -> None:
+        ident = self.add()
+        starts: list[Any] = [TimeoutError("no answer"), NotIssued("refused"), TimeoutError("no answer"), {"id": 2}]
+
+        def start() -> Any:
+            answer = starts.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def carry_out(run: Any) -> None:
+            run.operation("batch", start=start, poll=lambda ids: ids)
+
+        def check(status: JobStatus, outcome: str | None) -> None:
+            assert self.runs.execute(ident, carry_out).status is status
+            assert [receipt.outcome for receipt in self.runs.receipts(ident)] == ([] if outcome is None else [outcome])
+
+        def say(verb: str, *args: Any) -> None:
+            with self.factory.begin() as session:
+                assert getattr(self.runs, verb)(session, ident, "batch", *args)
+            assert self.runs.requeue(ident)
+
+        check(JobStatus.FAILED, "issued")
+        say("never_issued")
+        check(JobStatus.READY, None)
+        check(JobStatus.FAILED, "issued")
+        say("attach_ids", {"id": 1})
+        check(JobStatus.DONE, "succeeded")
+        assert self.runs.receipts(ident)[0].result == {"id": 1}
 
     def in_the_callers_transaction(self) -> None:
         ident = self.add()

@@ -352,7 +352,7 @@ def test_the_key_is_made_of_what_the_driver_is_given(engine: Engine, case: str) 
     class Task(RunMixin, Base):
         __tablename__ = "task"
         __lifecycle__ = job_lifecycle()
-        id: Mapped[Any] = mapped_column(type_(), primary_key=True)
+        id: Mapped[Any] = mapped_column(type_(), primary_key=True, autoincrement=False)
         status: Mapped[JobStatus] = __lifecycle__.machine.column()
 
     class TaskStep(ReceiptMixin[Task], Base):

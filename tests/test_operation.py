@@ -563,6 +563,23 @@ def test_ids_that_are_lost_to_an_outage_are_logged_and_noted(
     assert state(engine, ident) == ("issued", None, 1)
 
 
+def test_an_interruption_while_the_ids_are_recorded_does_not_lose_them(
+    engine: Engine, plans: Runs[Plan], service: Service, ident: UUID
+) -> None:
+    interruptions = [KeyboardInterrupt()]
+
+    def interrupt(connection: Any, cursor: Any, sql: str, *_: object) -> None:
+        if "attached" in sql and interruptions:
+            raise interruptions.pop()
+
+    event.listen(engine, "before_cursor_execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plans.execute(ident, service.carry_out)
+    event.remove(engine, "before_cursor_execute", interrupt)
+    assert state(engine, ident) == ("pending", IDS, 1)
+    assert column(engine, ident, "status") is PlanStatus.APPROVED
+
+
 # --- polls that raise
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -160,6 +160,46 @@ def test_a_cancelled_start_leaves_the_outcome_unknown(engine: Engine, service: A
     assert column(engine, ident, "status") is PlanStatus.APPROVED
     assert isinstance(execute(engine, ident, service.carry_out).exception, OperationUnknown)
     assert service.service.issues == 1
+
+
+def blocked(engine: Engine) -> set[Any]:
+    """The statements of this database that wait for a lock, each with when it began."""
+    query = text(
+        "SELECT pid, query_start FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    with engine.connect() as connection:
+        return {tuple(row) for row in connection.execute(query)}
+
+
+def test_a_cancellation_while_the_ids_are_recorded_does_not_lose_them(
+    engine: Engine, service: AsyncService, ident: UUID
+) -> None:
+    async def main() -> None:
+        async_engine = create_async_engine(engine.url)
+        plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
+        with engine.connect() as connection:
+
+            async def start() -> Batch:
+                connection.execute(text("SELECT 1 FROM plan_step FOR UPDATE"))
+                return await service.start()
+
+            async def carry_out(run: AsyncRun[Plan]) -> None:
+                await run.operation(KEY, start=start, poll=service.poll)
+
+            executing = asyncio.create_task(plans.execute(ident, carry_out))
+            before = await asyncio.to_thread(eventually, lambda: blocked(engine))
+            executing.cancel()
+            await asyncio.to_thread(eventually, lambda: executing.done() or blocked(engine) - before)
+            connection.rollback()
+            try:
+                await executing
+            finally:
+                await async_engine.dispose()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert state(engine, ident) == ("pending", IDS, 1)
+    assert service.service.polls == 0
 
 
 def test_a_heartbeat_that_finds_the_lease_lost_does_not_break_a_start_off(

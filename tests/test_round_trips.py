@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Run, Runs
+from sqla_durable import PENDING, Pending, Run, Runs, Suspended
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from tests.support import Entry, Plan, PlanStep, approved_plan, write_entry
 from tests.support_wire import Wire
@@ -148,3 +148,51 @@ def test_asyncio_costs_the_same(engine: Engine, wire: Wire, session_factory: ses
 
     asyncio.run(main())
     assert costs == EXPECTED
+
+
+def outside(costs: Costs, plans: Runs[Plan], factory: sessionmaker[Session]) -> None:
+    """A keyed step, and an operation that is pending at first."""
+    answers: list[int | Pending] = [PENDING, 5]
+    ident = approved_plan(factory)
+
+    def operation(run: Run[Plan]) -> int:
+        return run.operation("batch", start=lambda: 1, poll=lambda ids: answers.pop(0))
+
+    def suspended() -> None:
+        with pytest.raises(Suspended):
+            operation(run)
+
+    run: Run[Plan] = claimed(plans, ident)
+    costs.of("keyed step", lambda: run.keyed("charge", lambda key: 1))
+    costs.of("operation, issued and parked", suspended)
+    again = claimed(plans, ident)
+    costs.of("replayed keyed step", lambda: again.keyed("charge", lambda key: 1))
+    assert costs.of("operation, ended", lambda: operation(again)) == 5
+    again.release()
+    last = claimed(plans, ident)
+    assert costs.of("replayed operation", lambda: operation(last)) == 5
+    last.finish()
+
+
+def claimed(plans: Runs[Plan], ident: UUID) -> Run[Plan]:
+    run = plans.claim(ident, run_now=True)
+    assert run is not None
+    return run
+
+
+def test_an_operation_costs_a_round_trip_for_each_arrow_and_a_keyed_step_one(
+    wire: Wire, session_factory: sessionmaker[Session]
+) -> None:
+    through = create_engine(wire.url)
+    plans: Runs[Plan] = Runs(sessionmaker(through), Plan, PlanStep)
+    costs = Costs(wire)
+    for _ in range(WARM_UP):
+        outside(costs, plans, session_factory)
+    through.dispose()
+    assert costs == {
+        "keyed step": STATEMENT,
+        "operation, issued and parked": 3 * STATEMENT,
+        "replayed keyed step": 0,
+        "operation, ended": STATEMENT,
+        "replayed operation": 0,
+    }
