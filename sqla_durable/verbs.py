@@ -148,8 +148,8 @@ class Verbs(Generic[RunT]):
         asked = listing.wanted(self.runs, **conditions)
         if after is not None:
             asked.append(listing.following(self.runs, self.store.name, after))
-        statement, parameters = listing.page(self.runs, asked), arguments(limit=limit)
-        rows = self.store.single(lambda connection: connection.execute(statement, parameters).all())
+        statement = listing.page(self.runs, asked, limit)
+        rows = self.store.single(lambda connection: connection.execute(statement).all())
         return [self._summary(row) for row in rows]
 
     def describe(self, ident: object) -> RunSummary | None:
