@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
 from sqla_durable.execution import Ending, Outcome
@@ -39,8 +39,8 @@ class Wake(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """The runs of one class together with the handler that carries them out; made by ``handled_by()``.
+class AnyWork:
+    """The runs of one class together with the handler that carries them out, in either form.
 
     :param verbs: the runs.
     :param execute: carries out a claimed run of theirs; a coroutine function in the asyncio form.
@@ -53,10 +53,15 @@ class Work:
         return f"<{type(self).__name__} on {self.verbs.runs.entity.__name__}>"
 
 
-class AsyncWork(Work):
-    """The same in the asyncio form."""
+class Work(AnyWork):
+    """The runs of one class together with the handler that carries them out; made by :meth:`.Runs.handled_by`."""
 
 
+class AsyncWork(AnyWork):
+    """The same over asyncio; made by :meth:`.AsyncRuns.handled_by`."""
+
+
+WorkT = TypeVar("WorkT", bound=AnyWork)
 Ended = Callable[[Holder[Any], Outcome | None], None]
 """Called when a run is not being carried out any more; without an outcome where its handler was interrupted."""
 
@@ -83,7 +88,7 @@ class Slots(Protocol):
     claims: ClassVar[bool]
     """Whether a slot that has become free may claim for all that are."""
 
-    def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+    def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
         """Carry the run out beside the dispatcher, and call ``ended``."""
         ...
 
@@ -103,7 +108,7 @@ class Slots(Protocol):
 class _Source:
     """A work, and until when it is left alone because its database is away: others go on meanwhile."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: AnyWork) -> None:
         self.work = work
         self._outages = 0
         self._rests_until = -math.inf
@@ -142,7 +147,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self, works: Iterable[Work], slots: Slots, concurrency: int, poll: timedelta, grace: timedelta
+        self, works: Iterable[AnyWork], slots: Slots, concurrency: int, poll: timedelta, grace: timedelta
     ) -> None:
         self._sources = deque(_Source(work) for work in works)
         self._slots = slots
@@ -301,14 +306,14 @@ class Dispatcher:
             self._ended(holder, None)
 
 
-class Serving:
+class Serving(Generic[WorkT]):
     """What both forms of a worker are made with."""
 
-    _kind: ClassVar[type[Work]]
+    _kind: ClassVar[type[AnyWork]]
 
     def __init__(
         self,
-        *works: Work,
+        *works: WorkT,
         concurrency: int = 10,
         poll: timedelta = timedelta(seconds=1),
         listen: bool = True,
@@ -373,7 +378,7 @@ class Serving:
         return f"<{type(self).__name__} {self._works!r}>"
 
 
-def report(work: Work, holder: Holder[Any], outcome: Outcome) -> None:
+def report(work: AnyWork, holder: Holder[Any], outcome: Outcome) -> None:
     """Log how a run ended."""
     name, identity = work.verbs.runs.entity.__name__, holder.lease.identity
     # A run that waits for something outside is carried out as intended, unless it could not be asked.

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine
 
-from sqla_durable.dispatch import OUTAGES, Work, log, seconds
+from sqla_durable.dispatch import OUTAGES, AnyWork, log, seconds
 from sqla_durable.ground import Ground
 from sqla_durable.wake import CHANNEL
 
@@ -29,7 +29,7 @@ class Listening:
     :param due: called, in those threads, when something may be due.
     """
 
-    def __init__(self, works: Iterable[Work], due: Callable[[], None]) -> None:
+    def __init__(self, works: Iterable[AnyWork], due: Callable[[], None]) -> None:
         grounds: dict[int, tuple[Ground, set[str]]] = {}
         for work in works:
             store = work.verbs.store

@@ -12,7 +12,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Self
 
-from sqla_durable.dispatch import Ended, Serving, Wake, Work, log, report
+from sqla_durable.dispatch import AnyWork, Ended, Serving, Wake, Work, log, report
 from sqla_durable.execution import Ending, let_go
 from sqla_durable.holder import Holder
 from sqla_durable.listening import Listening
@@ -21,7 +21,7 @@ SIGNALS = signal.SIGTERM, signal.SIGINT
 RELEASING = 5.0
 
 
-class Worker(Serving):
+class Worker(Serving[Work]):
     """Carries out due runs of any number of classes, several at a time, in threads.
 
     ::
@@ -87,7 +87,7 @@ class _Threads:
     def __init__(self, size: int) -> None:
         self._size = size
         self._started = 0
-        self._claimed: SimpleQueue[tuple[Work, Holder[Any], Ended] | None] = SimpleQueue()
+        self._claimed: SimpleQueue[tuple[AnyWork, Holder[Any], Ended] | None] = SimpleQueue()
         # A queue, as it may be put into by a signal handler that interrupts the dispatcher; an Event may not.
         self._wakes: SimpleQueue[Wake] = SimpleQueue()
 
@@ -98,7 +98,7 @@ class _Threads:
         for _each in range(self._started):
             self._claimed.put(None)
 
-    def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+    def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
         self._claimed.put((work, holder, ended))
         if self._started < self._size:
             self._started += 1
@@ -138,7 +138,7 @@ class _Threads:
 
 
 @contextmanager
-def signals(worker: Serving) -> Generator[None, None, None]:
+def signals(worker: Serving[Any]) -> Generator[None, None, None]:
     """Have the worker drain on the first signal, and whatever was there before answer the next one.
 
     With :func:`signal.signal` in the asyncio form too: what a loop is told of waits for a handler that blocks it.

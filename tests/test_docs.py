@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 import sqla_durable
-from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, claim, fence, intent, receipt, step
+from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, Worker, claim, fence, intent, receipt, step
 from sqla_durable.demo.plan import PlanFile
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.run import RunRows
@@ -181,24 +182,31 @@ def test_the_worker_finishes_what_it_is_at_when_it_is_told_to_stop(workplace: No
     plans: Any = importlib.import_module("carry_out_plan").plans
     engine = create_engine(os.environ["DATABASE_URL"])
     models.Base.metadata.create_all(engine)
-    with Session(engine) as session, session.begin():
-        transfers = [{"payer": "ada", "payee": "ben", "amount": 10}] * 6
-        waiting = [models.Plan(status=models.PlanStatus.APPROVED, transfers=transfers[:count]) for count in (6, 1)]
-        accounts = [models.Account(name=name, balance=100) for name in ("ada", "ben")]
-        session.add_all([*waiting, *accounts])
-        session.flush()
-        first, second = (plan.id for plan in waiting)
-    engine.dispose()
+    transfers = [{"payer": "ada", "payee": "ben", "amount": 10}] * 6
+
+    def add(*rows: Any) -> list[Any]:
+        with Session(engine) as session, session.begin():
+            session.add_all(rows)
+            session.flush()
+            return [getattr(row, "id", None) for row in rows]
+
+    add(*(models.Account(name=name, balance=100) for name in ("ada", "ben")))
+    (first,) = add(models.Plan(status=models.PlanStatus.APPROVED, transfers=transfers))
     command = [sys.executable, str(EXAMPLES / "worker.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as worker:
         try:
             eventually(lambda: len(plans.receipts(first)) >= 2 or worker.poll() is not None, "two receipts")
             worker.send_signal(signal.SIGTERM)
-            output, _ = worker.communicate(timeout=60)
+            assert worker.stdout is not None
+            output = "".join(takewhile(lambda line: "draining: 1 run(s) under way" not in line, worker.stdout))
+            (second,) = add(models.Plan(status=models.PlanStatus.APPROVED, transfers=transfers[:1]))
+            output += worker.stdout.read()
+            worker.wait(timeout=60)
         finally:
             worker.kill()
+    engine.dispose()
     assert worker.returncode == 0, output
-    assert f"plan {first}: executed" in output
+    assert "stopped" in output
     assert plans.get(first).status == "executed"
     assert plans.get(second).status == "approved", "no other plan was claimed"
 
@@ -256,6 +264,7 @@ def sent(workplace: None, database_url: str) -> Iterator[dict[str, str]]:
         "attach": intent.attaches(runs, receipts),
         "park": fence.park(runs, failed=False),
         "land": fence.land(runs, runs.lifecycle.done, {}, failed=False),
+        "land together": fence.land_all_done(runs),
     }
     shown = {name: compiled(engine, statement) for name, statement in made.items()}
     shown["transition"] = transition(models.plan_statuses, models.PlanStatus.APPROVED)
@@ -340,11 +349,11 @@ def test_a_link_from_outside_the_pages_leads_to_a_file() -> None:
 
 
 def public_things() -> list[tuple[str, Any]]:
-    from sqla_durable.asyncio import AsyncRun, AsyncRuns
+    from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 
     members = [
         (f"{owner.__name__}.{name}", member)
-        for owner in (Runs, Run, AsyncRuns, AsyncRun, StatusMachine, Lifecycle, Retry)
+        for owner in (Runs, Run, AsyncRuns, AsyncRun, Worker, AsyncWorker, StatusMachine, Lifecycle, Retry)
         for name, member in inspect.getmembers(owner)
         if not name.startswith("_") and (callable(member) or isinstance(member, property))
     ]

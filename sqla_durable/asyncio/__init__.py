@@ -12,5 +12,6 @@ except ImportError as missing:
 
 from sqla_durable.asyncio.runs import AsyncRun, AsyncRuns, transition
 from sqla_durable.asyncio.worker import AsyncWorker
+from sqla_durable.dispatch import AsyncWork
 
-__all__ = ["AsyncRun", "AsyncRuns", "AsyncWorker", "transition"]
+__all__ = ["AsyncRun", "AsyncRuns", "AsyncWork", "AsyncWorker", "transition"]

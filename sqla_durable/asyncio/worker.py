@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.dispatch import AsyncWork, Ended, Serving, Wake, Work, log, report
+from sqla_durable.dispatch import AnyWork, AsyncWork, Ended, Serving, Wake, log, report
 from sqla_durable.execution import Ending, Outcome, let_go
 from sqla_durable.holder import Holder
 from sqla_durable.listening import Listening
@@ -21,7 +21,7 @@ from sqla_durable.worker import RELEASING, signals
 _HEEDING = 1.0
 
 
-class AsyncWorker(Serving):
+class AsyncWorker(Serving[AsyncWork]):
     """Carries out due runs of any number of classes, several at a time, in tasks. See :class:`.Worker`.
 
     ::
@@ -82,7 +82,7 @@ class _Tasks:
         finally:
             await self._release(list(self._tasks))
 
-    def start(self, work: Work, holder: Holder[Any], ended: Ended) -> None:
+    def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
         def done(task: asyncio.Task[Outcome | None]) -> None:
             del self._tasks[holder]
             ended(holder, None if task.cancelled() or task.exception() else task.result())
@@ -118,7 +118,7 @@ class _Tasks:
         left = [holder for holder in holders if not holder.ended and holder.lost is None]
         await _within(RELEASING, [asyncio.create_task(greenlet_spawn(let_go, holder)) for holder in left])
 
-    async def _carry_out(self, work: Work, holder: Holder[Any]) -> Outcome | None:
+    async def _carry_out(self, work: AnyWork, holder: Holder[Any]) -> Outcome | None:
         try:
             outcome = await cast(Coroutine[Any, Any, Outcome], work.execute(holder))
         except (asyncio.CancelledError, KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -63,8 +64,10 @@ from sqla_durable import (
     TransactionEnded,
     UndeclaredTransition,
     UsageError,
+    Work,
+    Worker,
 )
-from sqla_durable.asyncio import AsyncRun, AsyncRuns, transition
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
 from sqla_durable.testing import expire, lapse, make_due
 
 
@@ -339,6 +342,7 @@ def synchronous(plan: Plan, task: Task) -> None:
     Task(title="task")
 
 
+<<<<<<< HEAD
 def starting(factory: sessionmaker[Session], order: Order) -> None:
     orders = Runs(factory, Order, OrderStep)
     with factory.begin() as session:
@@ -387,6 +391,33 @@ def looks(plans: Runs[Plan], plan: Plan) -> None:
 def operators(plans: Runs[Plan], session: Session, plan: Plan) -> None:
     assert_type(plans.attach_ids(session, plan, "report", uuid4(), type_=UUID), bool)
     assert_type(plans.never_issued(session, plan.id, 1), bool)
+=======
+def deliver(run: Run[Task]) -> str:
+    return run.row.title
+
+
+def workers(factory: sessionmaker[Session], plans: Runs[Plan], tasks: Runs[Task]) -> None:
+    assert_type(plans.handled_by(carry_out), Work)
+    worker = Worker(
+        plans.handled_by(carry_out),
+        tasks.handled_by(deliver),
+        concurrency=10,
+        poll=timedelta(seconds=1),
+        listen=False,
+        grace=timedelta(seconds=30),
+    )
+    assert_type(worker.run_due(timedelta(seconds=50)), Counter[Ending])
+    worker.stop()
+    worker.run()
+
+
+async def async_workers(plans: AsyncRuns[Plan]) -> None:
+    assert_type(plans.handled_by(async_carry_out), AsyncWork)
+    worker = AsyncWorker(plans.handled_by(async_carry_out), concurrency=100, listen=True)
+    assert_type(await worker.run_due(budget=timedelta(minutes=1)), Counter[Ending])
+    worker.stop()
+    await worker.run()
+>>>>>>> ff83142 (Documentation of the worker: deploying it, run_due, batches and groups; Work and AsyncWork are told apart by type checkers)
 
 
 async def async_count(session: AsyncSession, more: int) -> int:
