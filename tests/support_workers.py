@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
@@ -21,6 +22,7 @@ from tests.support import DEADLINE, Background, Plan, PlanStep, eventually
 from tests.support_async import Facade
 
 BOTH = ["sync", "async"]
+ONE_AND_SLOWLY_THE_OTHER = ["sync", pytest.param("async", marks=pytest.mark.slow)]
 Handler = Callable[[Any], None]
 Handled = tuple[type[Any], type[Any], Handler]
 QUICK: dict[str, Any] = {"poll": timedelta(seconds=0.05), "listen": False, "grace": timedelta(seconds=DEADLINE)}

@@ -113,7 +113,7 @@ def test_each_effect_is_made_once_though_workers_are_killed_at_random(
     BRIEF.create(engine)
     url = engine.url.render_as_string(hide_password=False)
     given = {"model": "errand", "behaviour": "two steps", "poll": 0.05, "listen": False, "releasing": 1}
-    idents = [BRIEF.new(session_factory) for _ in range(60)]
+    idents: list[Any] = []
 
     def over() -> bool:
         query = select(func.count()).where(BRIEF.run.status.in_([ErrandStatus.DONE, ErrandStatus.DEAD]))
@@ -121,6 +121,7 @@ def test_each_effect_is_made_once_though_workers_are_killed_at_random(
             return connection.scalar(query) == len(idents)
 
     for _ in range(4):
+        idents += [BRIEF.new(session_factory) for _ in range(30)]
         with Program("worker", url, form, json.dumps(given)) as program:
             program.receive()
             time.sleep(random.random() / 2)

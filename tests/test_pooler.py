@@ -18,7 +18,7 @@ from tests.support import Plan, PlanStatus, PlanStep, approved_plan, column, ent
 from tests.support_async import RunsFacade
 from tests.support_jobs import Brief, BriefStep, JobStatus, add_jobs
 from tests.support_pooler import Pooler
-from tests.support_workers import BOTH, plans_by, wait_for, working
+from tests.support_workers import BOTH, ONE_AND_SLOWLY_THE_OTHER, plans_by, wait_for, working
 
 UNPREPARED: dict[str, Any] = {"connect_args": {"prepare_threshold": None}}
 MakeRuns = Callable[[type[Any], type[Any]], Any]
@@ -123,7 +123,7 @@ def test_a_worker_behind_a_pooler_polls_and_does_not_listen(
     assert sorted(entries(engine)) == sorted(map(str, [*idents, later]))
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_heartbeats_work_behind_a_pooler(engine: Engine, pooler: Pooler, form: str) -> None:
     add_jobs(engine, Brief, 1)
 

@@ -29,7 +29,7 @@ from tests.support import (
     write_entry,
 )
 from tests.support_processes import Program
-from tests.support_workers import BOTH, Crew, plans_by, wait_for
+from tests.support_workers import BOTH, ONE_AND_SLOWLY_THE_OTHER, Crew, plans_by, wait_for
 
 LEAVES = 5.0  # an idle machine needs a tenth of a second; the grace time is 20 s
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
@@ -186,7 +186,7 @@ def test_a_released_body_goes_on_in_its_thread_and_can_write_nothing(
     assert (column(engine, ident, "status"), column(engine, ident, "attempts")) == (PlanStatus.EXECUTED, 2)
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_a_release_that_waits_for_a_lock_holds_the_drain_up_for_seconds_only_and_is_made_in_the_end(
     engine: Engine, session_factory: sessionmaker[Session], started: Start, form: str
 ) -> None:

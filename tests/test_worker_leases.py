@@ -18,7 +18,7 @@ from tests.support import entries, eventually, write_entry
 from tests.support_brief import BRIEF, ErrandStatus, errands
 from tests.support_jobs import Brief, BriefStep, JobStatus, add_jobs
 from tests.support_processes import Program
-from tests.support_workers import BOTH, wait_for, working
+from tests.support_workers import BOTH, ONE_AND_SLOWLY_THE_OTHER, wait_for, working
 
 LEASE = Brief.__lifecycle__.lease.total_seconds()
 
@@ -128,7 +128,7 @@ def errand(engine: Engine, ident: Any) -> Any:
         return session.get_one(BRIEF.run, ident)
 
 
-@pytest.mark.parametrize("form", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_a_run_that_kills_its_worker_each_time_is_dead_after_exactly_its_attempts(
     engine: Engine, session_factory: sessionmaker[Session], started: Callable[..., Program], form: str
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_run_that_kills_its_worker_each_time_is_dead_after_exactly_its_attempt
     assert "lapsed" in found.error["message"]
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_a_worker_frozen_past_the_lease_of_its_run_commits_nothing_when_it_thaws(
     engine: Engine, session_factory: sessionmaker[Session], started: Callable[..., Program], form: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_worker_frozen_past_the_lease_of_its_run_commits_nothing_when_it_thaws
     assert errand(engine, ident).lease_owner is None
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_a_worker_frozen_between_a_claim_and_the_start_starts_nothing_that_another_took(
     engine: Engine, session_factory: sessionmaker[Session], started: Callable[..., Program], form: str
 ) -> None:

@@ -30,7 +30,7 @@ from tests.support import (
     write_entry,
 )
 from tests.support_brief import Errands, ErrandStatus, errands
-from tests.support_workers import BOTH, plans_by, wait_for, working
+from tests.support_workers import BOTH, ONE_AND_SLOWLY_THE_OTHER, plans_by, wait_for, working
 
 NAME = "outages"
 GATE = 7302
@@ -90,7 +90,7 @@ def each_effect_once(engine: Engine, idents: list[Any]) -> None:
     assert sorted(entries(engine)) == sorted(f"{ident} {step}" for ident in idents for step in ("one", "two", "three"))
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_it_goes_on_after_the_server_was_restarted(own_server: embedded.EmbeddedServer, own: Engine, form: str) -> None:
     factory = sessionmaker(own)
     idents = [SHORT.new(factory) for _ in range(30)]
@@ -129,7 +129,7 @@ def terminate(engine: Engine, condition: str = "true") -> int:
         return len(connection.scalars(text(query), {"name": NAME}).all())
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_it_goes_on_while_all_of_its_backends_are_ended_again_and_again(engine: Engine, form: str) -> None:
     SHORT.create(engine)
     factory = sessionmaker(engine)
@@ -192,7 +192,7 @@ def configure(engine: Engine, statement: str) -> None:
         connection.execute(text("SELECT pg_reload_conf()"))
 
 
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("form", ONE_AND_SLOWLY_THE_OTHER)
 def test_it_goes_on_after_two_seconds_in_which_the_server_takes_no_writes(own: Engine, form: str) -> None:
     idents = [SHORT.new(sessionmaker(own)) for _ in range(30)]
     with working(form, own, handled(), concurrency=4, engine_options=OPTIONS):
