@@ -342,7 +342,6 @@ def synchronous(plan: Plan, task: Task) -> None:
     Task(title="task")
 
 
-<<<<<<< HEAD
 def starting(factory: sessionmaker[Session], order: Order) -> None:
     orders = Runs(factory, Order, OrderStep)
     with factory.begin() as session:
@@ -391,7 +390,8 @@ def looks(plans: Runs[Plan], plan: Plan) -> None:
 def operators(plans: Runs[Plan], session: Session, plan: Plan) -> None:
     assert_type(plans.attach_ids(session, plan, "report", uuid4(), type_=UUID), bool)
     assert_type(plans.never_issued(session, plan.id, 1), bool)
-=======
+
+
 def deliver(run: Run[Task]) -> str:
     return run.row.title
 
@@ -417,7 +417,6 @@ async def async_workers(plans: AsyncRuns[Plan]) -> None:
     assert_type(await worker.run_due(budget=timedelta(minutes=1)), Counter[Ending])
     worker.stop()
     await worker.run()
->>>>>>> ff83142 (Documentation of the worker: deploying it, run_due, batches and groups; Work and AsyncWork are told apart by type checkers)
 
 
 async def async_count(session: AsyncSession, more: int) -> int:

@@ -10,39 +10,26 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-<<<<<<< HEAD
-from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary
-from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from tests.typing.accepted import (
-    Base,
-    Consent,
-=======
-from sqla_durable import Lifecycle, Receipt, Run, Runs, Worker
+from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 from tests.typing.accepted import (
     Base,
->>>>>>> ff83142 (Documentation of the worker: deploying it, run_due, batches and groups; Work and AsyncWork are told apart by type checkers)
+    Consent,
     Leased,
     Plan,
     PlanStatus,
     PlanStep,
-<<<<<<< HEAD
+    Task,
+    async_carry_out,
     async_poll,
     async_start,
     call,
+    carry_out,
     charge,
     count,
     plan_statuses,
     poll,
     start,
-=======
-    Task,
-    async_carry_out,
-    call,
-    carry_out,
-    count,
-    plan_statuses,
->>>>>>> ff83142 (Documentation of the worker: deploying it, run_due, batches and groups; Work and AsyncWork are told apart by type checkers)
 )
 
 
@@ -136,9 +123,6 @@ def handler(run: AsyncRun[Plan]) -> None: ...
 async def async_handler(run: Run[Plan]) -> None: ...
 
 
-<<<<<<< HEAD
-def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -> None:
-=======
 def workers(plans: Runs[Plan], async_plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
     tasks.handled_by(carry_out)  # type: ignore[arg-type]
     plans.handled_by(handler)  # type: ignore[arg-type]
@@ -152,8 +136,7 @@ def workers(plans: Runs[Plan], async_plans: AsyncRuns[Plan], tasks: Runs[Task]) 
     worker.run_due()  # type: ignore[call-arg]
 
 
-def machines(session: Session, plan: Plan, receipt: Receipt) -> None:
->>>>>>> ff83142 (Documentation of the worker: deploying it, run_due, batches and groups; Work and AsyncWork are told apart by type checkers)
+def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -> None:
     plan_statuses.transition(session, plan, Other.ONE)  # type: ignore[arg-type]
     Lifecycle(plan_statuses, ready=PlanStatus.APPROVED)  # type: ignore[call-arg]
     plan.fence = "1"  # type: ignore[assignment]
