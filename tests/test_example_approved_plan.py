@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +24,7 @@ from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from sqla_durable.testing import expire, lapse
 from tests.support import Background, eventually, wait_until_blocked
 from tests.support_approved_plan import (
+    EXAMPLES,
     MOVE,
     NOTE,
     PAY,
@@ -33,6 +37,7 @@ from tests.support_approved_plan import (
     plan_locked,
     reset,
 )
+from tests.test_docs import blocks
 
 UNTOUCHED = {"Hamburg": 100, "Berlin": 0}, {"shop": Decimal(500), "Elbe Haulage": Decimal(0)}, []
 MOVED = {"Hamburg": 76, "Berlin": 24}, *UNTOUCHED[1:]
@@ -459,3 +464,50 @@ def test_a_request_whose_connection_is_cut_off_may_be_sent_again(server: Server,
     assert answer.status_code == answer.json()["status"] == 503
     assert answer.headers["Retry-After"] == "1"
     assert server.post(plan, "approve", by="ada", revision=1).status_code == 200
+
+
+# the page
+
+
+def session() -> list[tuple[str, str]]:
+    """Each command of the page that talks to the server, and what it shows as the output."""
+    shown = "\n".join(block.text for block in blocks(EXAMPLES / "approved_plan" / "README.md", "console"))
+    found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE)
+    return [(command, output.strip()) for command, output in found if command.startswith(("curl", "export"))]
+
+
+class Lasting:
+    """Replaces what is different each time, an id or an instant, by when it came up for the first time."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+    def __call__(self, output: str) -> str:
+        changing = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\dT[\d:.]+Z"
+        return re.sub(changing, lambda found: self.names.setdefault(found[0], f"#{len(self.names)}"), output)
+
+
+def test_the_session_of_the_page_is_what_the_server_answers(server: Server, engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "approved_plan").symlink_to(EXAMPLES / "approved_plan")
+    exports: list[str] = []
+    expected, actual = Lasting(), Lasting()
+    assert len(session()) == 10
+    for command, output in session():
+        wanted = expected(output)
+        here = command.replace("localhost:8000", server.address)
+        for shown, name in expected.names.items():
+            here = here.replace(shown, next((mine for mine, same in actual.names.items() if same == name), shown))
+        if here.startswith("export"):
+            exports.append(here)
+            continue
+        script = "\n".join(["set -e", *exports, here])
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert actual(done.stdout.strip()) == wanted, command
+
+
+def test_every_code_that_the_page_explains_is_one_that_a_test_expects() -> None:
+    page = (EXAMPLES / "approved_plan" / "README.md").read_text()
+    explained = set(re.findall(r"^\|[^|]*\| (\d{3}) \|", page, re.MULTILINE))
+    assert explained == {"200", "201", "202", "400", "404", "409", "410", "422", "503"}
