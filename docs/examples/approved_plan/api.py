@@ -67,7 +67,7 @@ class PlansApi:
     async def edit(self, request: Request) -> Response:
         """Replace the actions of a pending plan; the lifecycle refuses that for any other."""
         plan_id, edit = ident(request), await body(request, Edit)
-        same = select(Plan).where(Plan.id == plan_id, Plan.revision == edit.revision)
+        same = select(Plan).where(Plan.id == plan_id, Plan.revision == edit.revision, Plan.expires_at > func.now())
         try:
             async with self.new_session.begin() as session:
                 plan = await session.scalar(same.with_for_update(key_share=True))
