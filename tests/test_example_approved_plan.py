@@ -487,7 +487,7 @@ class Lasting:
         self.names: dict[str, str] = {}
 
     def __call__(self, output: str) -> str:
-        changing = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\dT[\d:.]+Z"
+        changing = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{4}-\d\d-\d\dT[\d:.]+(?:Z|[+-]\d\d:\d\d)"
         return re.sub(changing, lambda found: self.names.setdefault(found[0], f"#{len(self.names)}"), output)
 
 
