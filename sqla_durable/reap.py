@@ -82,7 +82,7 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
 
 
 def request_cancel(runs: RunRows[Any]) -> Update:
-    """Ask for a live run to be cancelled; the first instant is kept, and a ready run lands at once.
+    """Ask for a live run to be cancelled; the first instant is kept, and a run without a holder lands at once.
 
     A run whose expiry has passed is not asked: it leaves its status for expired only.
     """
@@ -91,10 +91,12 @@ def request_cancel(runs: RunRows[Any]) -> Update:
     changes: dict[Column[Any], Any] = {
         runs.cancel_requested_at: func.coalesce(runs.cancel_requested_at, clock.stamp()),
     }
-    if lifecycle.cancelled is not None and lifecycle.cancelled in machine.transitions[lifecycle.ready]:
-        at_once = runs.in_status(lifecycle.ready)
+    cancelled = lifecycle.cancelled
+    waiting = frozenset[StrEnum]() if cancelled is None else machine.sources(cancelled) - {lifecycle.running}
+    if cancelled is not None and waiting:
+        at_once = runs.status.in_([runs.constant(status) for status in sorted(waiting)])
         changes |= {
-            runs.status: case((at_once, runs.constant(lifecycle.cancelled)), else_=runs.status),
+            runs.status: case((at_once, runs.constant(cancelled)), else_=runs.status),
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }

@@ -445,7 +445,8 @@ class Runs(Generic[RunT]):
     def request_cancel(self, session: Session, ident: object) -> bool:
         """Ask, in the caller's transaction, for a live run to be cancelled; the first instant is kept.
 
-        A ready run lands at once where its machine declares that edge; a running one at its next step or heartbeat.
+        A run without a holder lands at once where its machine declares that edge; a running one at its next step or
+        heartbeat.
 
         :return: True if the request stands; False where the run is terminal already, or its expiry has passed: then
          it is unchanged.

@@ -72,9 +72,12 @@ class Start(Generic[RunT]):
         vars_of.idempotency_key, vars_of.key_fingerprint = self._key, self._fingerprint
 
     def _payload(self, instance: RunT, insertion: Insertion) -> dict[str, Any]:
-        """What a key stands for: the given values as the object holds them, without what only says when to run."""
+        """What a key stands for: the given values as the object holds them, without what only says when to run.
+
+        A request that is made again counts its times from a later instant.
+        """
         mapper = self._runs.mapper
-        left_out = {"available_at", "priority" if self._runs.priority is not None else "", self._status}
+        left_out = set(scheduling(self._runs)) | {self._status}
         payload: dict[str, Any] = {}
         for name, value in self._values.items():
             if name in mapper.relationships:
@@ -170,8 +173,9 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
     it is not a field.
     """
     entity, status = runs.entity, runs.attribute(runs.status)
-    ours = {status, "available_at", *(["priority"] if runs.priority is not None else ())}
-    given = {name: instant(value) if name == "available_at" else value for name, value in values.items()}
+    when = scheduling(runs)
+    ours = {status, *when}
+    given = {name: instant(value) if name in when else value for name, value in values.items()}
     parameters = set(inspect.signature(entity).parameters) if ours.intersection(given) else set[str]()
     later = {name: value for name, value in given.items() if name in ours and name not in parameters}
     instance = entity(**{name: value for name, value in given.items() if name not in later})
@@ -184,8 +188,14 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
     return instance
 
 
+def scheduling(runs: RunRows[Any]) -> list[str]:
+    """The attributes of the mixins that say when a run is carried out, and that a caller may give."""
+    priority = ["priority"] if runs.priority is not None else []
+    return ["available_at", *priority, *(["expires_at"] if runs.lifecycle.expired is not None else ())]
+
+
 def instant(value: Any) -> Any:
-    """Return when a run is due, as it is inserted; a duration counts from now on the database's clock."""
+    """Return an instant as it is inserted; a duration counts from now on the database's clock."""
     return clock.stamp() + clock.interval(value) if isinstance(value, timedelta) else value
 
 
@@ -199,15 +209,20 @@ def refuse(runs: RunRows[Any], key: object, values: Mapping[str, Any]) -> None:
         refuse_key(runs, key)
     if (status := values.get(runs.attribute(runs.status))) is not None:
         refuse_status(runs, status)
-    due: object = values.get("available_at")
-    if isinstance(due, datetime) and due.utcoffset() is None:
-        raise UsageError(f"available_at={due!r} is naive; give an aware datetime, or a timedelta from now.")
-    expression = isinstance(due, ClauseElement) or hasattr(due, "__clause_element__")
-    if not (due is None or expression or isinstance(due, datetime | timedelta)):
-        raise UsageError(f"available_at={due!r}: give an aware datetime, a timedelta from now, or an SQL expression.")
+    for when in {"available_at", "expires_at"}.intersection(scheduling(runs)):
+        refuse_instant(when, values.get(when))
     priority: object = values.get("priority") if runs.priority is not None else None
     if isinstance(priority, int) and not 0 <= priority <= HIGHEST:
         raise UsageError(f"priority={priority}: from 0 to {HIGHEST}, of which {HIGHEST} is claimed first.")
+
+
+def refuse_instant(name: str, value: object) -> None:
+    """Refuse what is no instant, and one that the session's time zone would have a say in."""
+    if isinstance(value, datetime) and value.utcoffset() is None:
+        raise UsageError(f"{name}={value!r} is naive; give an aware datetime, or a timedelta from now.")
+    expression = isinstance(value, ClauseElement) or hasattr(value, "__clause_element__")
+    if not (value is None or expression or isinstance(value, datetime | timedelta)):
+        raise UsageError(f"{name}={value!r}: give an aware datetime, a timedelta from now, or an SQL expression.")
 
 
 def refuse_key(runs: RunRows[Any], key: object) -> None:

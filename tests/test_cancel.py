@@ -304,7 +304,7 @@ def test_the_holder_of_a_run_that_was_asked_before_its_claim_sends_nothing(
         run.external("sent", lambda: pytest.fail("sent though cancelled"))
 
 
-def test_a_run_that_was_asked_before_it_was_ready_is_never_started(
+def test_a_run_that_was_asked_before_it_was_ready_lands_at_once_and_is_never_started(
     session_factory: sessionmaker[Session], plans: Runs[Plan]
 ) -> None:
     with session_factory.begin() as session:
@@ -312,7 +312,9 @@ def test_a_run_that_was_asked_before_it_was_ready_is_never_started(
         session.add(plan)
         session.flush()
         assert plans.request_cancel(session, plan)
-        plan_statuses.transition(session, plan, PlanStatus.APPROVED)
+        assert plan.status is PlanStatus.CANCELLED
+        assert plan.finished_at is not None
+        assert not plan_statuses.transition(session, plan, PlanStatus.APPROVED)
         ident = plan.id
     outcome = plans.execute(ident, lambda run: pytest.fail("a run that was asked to be cancelled was started"))
     assert outcome.status is PlanStatus.CANCELLED

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import DateTime, Engine, create_engine, func, update
+from sqlalchemy import DateTime, Engine, create_engine, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -306,6 +306,27 @@ def test_a_model_without_expiry_sends_no_statement_for_it(
         plans.claim(ident)
     assert not [statement for statement in sent if "expires_at" in statement.replace("lease_expires_at", "")]
     assert len(sent) == 1 + 1 + 2 + 1 + 3
+
+
+# started
+
+
+def test_a_run_is_started_with_an_expiry_that_counts_on_the_databases_clock(
+    session_factory: sessionmaker[Session], consents: Runs[Consent]
+) -> None:
+    with session_factory.begin() as session:
+        started = consents.start(session, expires_at=timedelta(hours=1))
+        now = session.scalar(select(func.clock_timestamp()))
+        assert started.expires_at is not None
+        assert timedelta(minutes=59) < started.expires_at - now <= timedelta(hours=1)
+
+
+@pytest.mark.parametrize(("expiry", "named"), [(datetime(2031, 1, 1), "naive"), (60, "timedelta")])
+def test_an_expiry_that_is_no_instant_is_refused_before_any_sql(
+    session_factory: sessionmaker[Session], consents: Runs[Consent], expiry: Any, named: str
+) -> None:
+    with session_factory.begin() as session, pytest.raises(UsageError, match=rf"expires_at=.*{named}"):
+        consents.start(session, expires_at=expiry)
 
 
 # cancelled, and requeued

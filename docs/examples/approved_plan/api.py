@@ -123,8 +123,7 @@ class PlansApi:
         """Cancel a plan that waits, or ask for one that is executed to be cancelled before its next step: 202."""
         plan_id = ident(request)
         async with self.new_session.begin() as session:
-            at_once = await transition(plan_statuses, session, (Plan, plan_id), PlanStatus.CANCELLED)
-            recorded = at_once or await self.plans.request_cancel(session, plan_id)
+            recorded = await self.plans.request_cancel(session, plan_id)
         plan = await self.read(plan_id)
         if plan.status is PlanStatus.CANCELLED:
             return shown(plan)
