@@ -312,6 +312,8 @@ def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
             assert set(named_extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
         case ["pip", "install", requirement]:
             assert requirement[1:-1] in PROJECT["optional-dependencies"]["demo"]
+        case ["cd", folder]:
+            assert (ROOT / folder).is_dir()
         case ["python", file] if file.endswith(".py"):
             assert (EXAMPLES / file).exists()
         case ["sqla-durable", subcommand, *_]:
@@ -321,7 +323,7 @@ def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
             help_of_it = [sys.executable, "-m", module, subcommand, "--help"]
             assert subprocess.run(help_of_it, capture_output=True, timeout=60, check=False).returncode == 0
         case ["python", "-m", module, *_]:
-            assert importlib.util.find_spec(module) is not None
+            assert (EXAMPLES / module / "__main__.py").exists() or importlib.util.find_spec(module) is not None
         case ["python", "-i", "-c", *_]:
             compile(command.split('"')[1], page, "exec")
         case ["pytest" | "ruff" | "mypy" | "pyright" | "lint-imports" | "sphinx-build" | "pre-commit" as tool, *_]:

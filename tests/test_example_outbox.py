@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from email import message_from_bytes
+from email.errors import HeaderParseError
 from email.policy import default
 from typing import Any
 from uuid import UUID, uuid4
@@ -184,16 +185,9 @@ def test_of_two_requests_at_the_same_moment_the_second_waits_for_the_first(shop:
 
 
 def test_what_no_attempt_could_send_is_refused_in_the_request(shop: Shop) -> None:
-    for recipient in (
-        "mail:ada",
-        "mail:a@example.org, b@example.org",
-        "mail:a@example.org\nBcc: b@c",
-        "fax:1",
-        "chat:a/b",
-    ):
-        with pytest.raises(Exception, match=r".") as refused:
+    for recipient in "mail:ada", "mail:a@b.c, d@e.f", "mail:a@b.c\nBcc: d@e.f", "fax:1", "chat:a/b":
+        with pytest.raises((ValueError, HeaderParseError)):
             shop.order([recipient])
-        assert "models.py" in {entry.path.name for entry in refused.traceback if hasattr(entry.path, "name")}
     with pytest.raises(ValueError, match="longer than 200"):
         shop.order([f"mail:{'a' * 190}@example.org"])
     with pytest.raises(ValueError, match="one line"):
@@ -210,7 +204,7 @@ def test_the_recipients_cannot_change_once_they_are_promised_a_message(shop: Sho
 
 
 def test_a_recipient_who_is_named_twice_is_sent_one_message(shop: Shop) -> None:
-    shop.attempt(shop.order([*THREE, *THREE]))
+    assert shop.attempt(shop.order([*THREE, *THREE])).status == "sent"
     assert shop.mails.counts() == {ADA: 1, BEN: 1, CAROL: 1}
 
 

@@ -1,7 +1,7 @@
 """Delivers a notification of the outbox example in a fork of itself, for each line it reads, and kills that fork.
 
-A line is ``[ident, point]``; the answer is ``[signal or null, points reached, outcome or null]``. The points are those of
-:mod:`tests.support_points`. The example takes its settings from the environment.
+A line is ``[ident, point]``; the answer is ``[signal or null, points reached, outcome or null]``. The points are those
+of :mod:`tests.support_points`. The example takes its settings from the environment.
 """
 
 from __future__ import annotations
