@@ -387,6 +387,27 @@ def test_a_chat_message_whose_acceptance_is_not_heard_of_is_posted_again_and_is_
     assert (len(shop.chat.posts), len(shop.chat.messages)) == (2, 1)
 
 
+def test_a_connection_to_the_database_that_breaks_during_a_send_repeats_nothing(shop: Shop, empty_url: str) -> None:
+    breaking = create_engine(empty_url)
+    others = text(
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    broken: list[int] = []
+
+    def break_connections(mail: Mail) -> None:
+        with breaking.connect() as connection:
+            broken.append(connection.scalar(others) or 0)
+
+    shop.mails.on_accepted = break_connections
+    ident = shop.order(THREE)
+    assert shop.work() == {Ending.LANDED: 1}
+    assert all(broken), broken
+    assert shop.mails.counts() == {ADA: 1, BEN: 1, CAROL: 1}
+    assert shop.status(ident) == "sent"
+    breaking.dispose()
+
+
 def test_a_process_killed_at_any_point_repeats_the_mail_without_a_receipt_and_no_other(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
