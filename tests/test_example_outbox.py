@@ -408,6 +408,7 @@ def test_a_connection_to_the_database_that_breaks_during_a_send_repeats_nothing(
     breaking.dispose()
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_point_repeats_the_mail_without_a_receipt_and_no_other(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
