@@ -21,4 +21,5 @@ async def main(concurrency: int = 10) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
     asyncio.run(main(*map(int, sys.argv[1:])))
