@@ -19,7 +19,7 @@ version = release = PROJECT["version"]
 copyright = PROJECT["authors"][0]["name"]  # noqa: A001 - Sphinx's name for it
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.intersphinx", "myst_parser"]
-exclude_patterns = ["examples", "_inventories", "_build"]
+exclude_patterns = ["_inventories", "_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]

@@ -29,10 +29,10 @@ NAME = "branch_reset"
 
 
 class Process:
-    """A ``python -m`` in the folder of the examples, killed at the latest when the ``with`` block ends."""
+    """Python in the folder of the examples, killed at the latest when the ``with`` block ends."""
 
     def __init__(self, *arguments: object, log: Path, **environment: str) -> None:
-        self._command = [sys.executable, "-m", *map(str, arguments)]
+        self._command = [sys.executable, *map(str, arguments)]
         self._environment = environ(**environment)
         self._log = log
 
@@ -75,7 +75,7 @@ class Service:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        arguments = "uvicorn", f"{NAME}.service:app", "--port", self.port, "--no-access-log"
+        arguments = "-m", "uvicorn", f"{NAME}.service:app", "--port", self.port, "--no-access-log"
         self._process = Process(*arguments, log=folder / "service.log", HOSTING_STATE=str(folder / "state.json"))
         self._client = httpx.Client(base_url=self.url, timeout=DEADLINE, trust_env=False)
         self.running = False
@@ -130,7 +130,7 @@ class App:
         self.engine = engine
         self.hosting_url = hosting_url
         self._url = url
-        self._folder = folder
+        self.folder = folder
         self.modules = modules
         self._models: Any = modules["models"]
         self._models.Base.metadata.create_all(engine)
@@ -161,20 +161,32 @@ class App:
     def worker(self, concurrency: int = 10, url: str | None = None) -> Iterator[Process]:
         """A worker."""
         environment = {"DATABASE_URL": self._url, "HOSTING_URL": url or self.hosting_url}
-        with Process(f"{NAME}.worker", concurrency, log=self._folder / "worker.log", **environment) as process:
+        work = f"import asyncio; from {NAME}.worker import worker; asyncio.run(worker({concurrency}).run())"
+        with Process("-c", work, log=self.folder / "worker.log", **environment) as process:
             yield process
 
-    def program(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """A program of the example, run to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", *map(str, arguments)],
+    def shell(self, command: str, **environment: str) -> str:
+        """What a command of the page writes."""
+        done = subprocess.run(
+            command,
+            shell=True,
             cwd=EXAMPLES,
-            env=environ(DATABASE_URL=self._url, HOSTING_URL=self.hosting_url),
+            env={**environ(**environment), "PATH": f"{self._commands()}{os.pathsep}{os.environ['PATH']}"},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
+        assert done.stderr == "", done.stderr
+        return done.stdout
+
+    def _commands(self) -> Path:
+        for name, module in {"python": "", "sqla-durable": "-m sqla_durable.cli"}.items():
+            file = self.folder / "bin" / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+            file.chmod(0o755)
+        return self.folder / "bin"
 
     # looking
 

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -15,14 +15,13 @@ from sqlalchemy import create_engine, text
 
 from sqla_durable import Ending, RunInFlight, StepOutcome
 from tests.support import eventually
-from tests.support_branch_reset import EXAMPLES, NAME, App, Deaf, Service, full
-from tests.test_docs import DOCS, blocks
+from tests.support_branch_reset import EXAMPLES, NAME, App, Deaf, Process, Service, full
+from tests.test_docs import blocks
 from tests.test_docs_command_line import lasting
 
-PAGE = DOCS / "branch-reset.md"
+PAGE = EXAMPLES / NAME / "README.md"
 MODULES = "models", "database", "hosting", "handler", "worker", "request", "resolve"
 FOR_EVER = 3600
-TARGET = f"{NAME}.database:resets"
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +82,9 @@ def test_a_reset_is_issued_once_and_polled_and_its_outcome_is_written_into_the_b
     app: App, service: Service, project: str
 ) -> None:
     service.conduct(project, takes=1.2)
-    with app.worker() as worker:
+    with app.worker():
         ident = app.request(project)
         app.wait_for(ident, "succeeded")
-        assert worker.stop() == 0, worker.log
     check_success(app, service, ident, project)
     assert service.counts(project)["asked"] >= 2
     assert app.request(project) == ident, "the same key is the same run, also when it has ended"
@@ -228,11 +226,11 @@ def resolve(app: App, service: Service, ident: int, project: str) -> None:
 
     async def found() -> list[str]:
         async with app.modules["hosting"].Hosting(service.url) as hosting:
-            return [operation.id for operation in await resolving.unclaimed(ident, hosting)]
+            return [operation.id for operation in await resolving.unclaimed(hosting, ident)]
 
     known = app.call(found)
     assert known == [operation["id"] for operation in service.operations(project)]
-    assert app.call(lambda: resolving.it_is(ident, known[0]) if known else resolving.never_issued(ident))
+    assert app.call(lambda: resolving.attach(ident, known[0]) if known else resolving.never_issued(ident))
     assert not app.call(found)
     assert app.requeue(ident)
 
@@ -402,3 +400,48 @@ def test_the_service_killed_while_it_takes_a_request_leaves_an_unknown_outcome(
         resolve(app, service, ident, project)
         app.wait_for(ident, "succeeded")
     check_success(app, service, ident, project)
+
+
+# the page
+
+
+def session() -> list[tuple[str, str]]:
+    """Each command of the page that ends, and what it shows as the output."""
+    shown = "\n".join(block.text for block in blocks(PAGE, "console"))
+    found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE)
+    others = "pip ", "cd ", "export ", "uvicorn ", "sqla-durable worker "
+    return [(command, output.rstrip("\n")) for command, output in found if not command.startswith(others)]
+
+
+def same_each_time(output: str) -> list[str]:
+    return lasting(re.sub(r"issued at \S+ \S+", "issued at TIME", output).replace("is running", "is queued"))
+
+
+@pytest.mark.slow
+def test_the_output_of_each_command_is_what_the_page_shows(app: App, tmp_path: Path) -> None:
+    commands = session()
+    assert len(commands) == 13
+    with closing(Service(tmp_path)) as service, app.worker(url=service.url):
+        service.start()
+        service.conduct("acme", takes=FOR_EVER)
+        for number, (command, output) in enumerate(commands):
+            if number == 3:
+                service.conduct("acme", takes=0)
+            if " request " not in command:  # who reads and types is slower than a reset
+                eventually(lambda: is_idle(app, service), "the end of all resets")
+            here = command.replace("http://127.0.0.1:8070", service.url)
+            assert same_each_time(app.shell(here, HOSTING_URL=service.url)) == same_each_time(output), command
+
+
+def is_idle(app: App, service: Service) -> bool:
+    machine = app.modules["models"].reset_statuses
+    in_flight = sum(count for status, count in app.runs.counts().items() if status not in machine.terminal)
+    return not in_flight and all(each["ended_at"] for each in service.operations("acme"))
+
+
+def test_the_command_of_the_page_is_a_worker_that_stops_when_it_is_told_to(app: App, project: str) -> None:
+    assert f"$ sqla-durable worker {NAME}.worker:worker\n" in PAGE.read_text()
+    command = "-m", "sqla_durable.cli", "worker", f"{NAME}.worker:worker"
+    with Process(*command, log=app.folder / "worker.log") as worker:
+        app.wait_for(app.request(project), "succeeded")
+        assert worker.stop() == 0, worker.log

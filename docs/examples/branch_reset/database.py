@@ -1,24 +1,25 @@
-"""The engine, and the resets in its database. As a program: makes the tables."""
+"""The database: that of ``DATABASE_URL``, or else an embedded PostgreSQL that all processes of the example share."""
 
-import asyncio
 import os
+import tempfile
+from pathlib import Path
 
+from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
+from sqla_durable import embedded
 from sqla_durable.asyncio import AsyncRuns
 
 from .models import Base, Reset, ResetStep
 
-engine = create_async_engine(os.environ["DATABASE_URL"])
+FOLDER = Path(tempfile.gettempdir()) / "branch-reset-postgres"
+
+engine = create_async_engine(os.environ.get("DATABASE_URL") or embedded.start(FOLDER).url)
 new_session = async_sessionmaker(engine, expire_on_commit=False)
 resets = AsyncRuns(new_session, Reset, ResetStep)
 
 
-async def main() -> None:
-    async with engine.begin() as connection:
-        await connection.run_sync(Base.metadata.create_all)
-    await engine.dispose()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+def create_tables() -> None:
+    sync_engine = create_engine(engine.url)
+    Base.metadata.create_all(sync_engine)
+    sync_engine.dispose()

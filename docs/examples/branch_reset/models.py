@@ -46,7 +46,7 @@ class Reset(KeyMixin, RunMixin, Base):
         failed=ResetStatus.FAILED,
         cancelled=ResetStatus.CANCELED,
         one_in_flight=("project",),
-        lease=timedelta(seconds=3),  # short, so that you need not wait for long; the default is two minutes
+        lease=timedelta(seconds=2),  # short, so that you need not wait for long; the default is two minutes
         retry=Retry(max_attempts=5, backoff=timedelta(seconds=1)),
         requeue={ResetStatus.FAILED},
     )

@@ -1,14 +1,11 @@
-"""Asks for a branch to be reset, as a request handler of the application would. As a program: PROJECT BRANCH KEY."""
-
-import asyncio
-import sys
+"""Asking for a branch to be reset, as a request handler of the application does."""
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from sqla_durable import KeyConflict, RunInFlight, StepOutcome
+from sqla_durable import StepOutcome
 
-from .database import engine, new_session, resets
+from .database import new_session, resets
 from .models import Branch, Reset, ResetStep
 
 
@@ -41,19 +38,3 @@ async def refuse_unresolved(session: AsyncSession, reset: Reset) -> None:
     )
     if (unresolved := await session.scalar(issued.limit(1))) is not None:
         raise Unresolved(f"the outcome of reset {unresolved} is unknown; resolve it first")
-
-
-async def main(project: str, name: str, key: str) -> int:
-    try:
-        reset = await request_reset(project, name, key)
-        print(f"reset {reset.id} is {reset.status}")
-        return 0
-    except (RunInFlight, Unresolved, KeyConflict) as error:
-        print(error)
-        return 1
-    finally:
-        await engine.dispose()
-
-
-if __name__ == "__main__":
-    sys.exit(asyncio.run(main(*sys.argv[1:])))
