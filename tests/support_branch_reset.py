@@ -208,7 +208,13 @@ class App:
 
     def wait_for(self, ident: int, *statuses: str) -> None:
         """Wait until a run is in one of these statuses."""
-        eventually(lambda: self.status(ident) in statuses, f"{statuses} of {self.reset(ident)!r}")
+        try:
+            eventually(lambda: self.status(ident) in statuses, f"a reset that is {' or '.join(statuses)}")
+        except AssertionError as error:
+            error.add_note(
+                f"it is {self.status(ident)}, with {self.reset(ident).error} and {self.runs.receipts(ident)}"
+            )
+            raise
 
     def wait_for_outcome(self, ident: int, outcome: str) -> None:
         """Wait until the receipt of the operation says so."""
@@ -217,7 +223,7 @@ class App:
             receipt = self.receipt(ident)
             return receipt is not None and receipt.outcome.value == outcome
 
-        eventually(said, f"{outcome}, and not {self.receipt(ident)}")
+        eventually(said, f"an operation that is {outcome}")
 
     def let_lapse(self, ident: int) -> None:
         """The dead worker's lease has run out."""

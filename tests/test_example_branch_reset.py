@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_a_slow_reset_holds_no_slot_of_the_worker_while_it_is_polled(app: App, s
         for other in others:
             app.wait_for(app.request(other), "succeeded")
         asked(service, project, 2)
-        assert app.receipt(slow).outcome is StepOutcome.PENDING  # type: ignore[union-attr]
+        app.wait_for_outcome(slow, "pending")
         with app.engine.connect() as connection:
             owners = "SELECT count(*) FROM reset WHERE id = :id AND status = 'queued' AND lease_owner IS NULL"
             eventually(lambda: connection.scalar(text(owners), {"id": slow}), "a reset that nobody holds")
@@ -325,9 +325,8 @@ def kill_before_the_request_is_taken(app: App, project: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [kill_before_the_request_is_sent, kill_before_the_request_is_taken])
 def test_a_worker_killed_between_the_intent_and_the_request_leaves_an_unknown_outcome(
-    app: App, service: Service, project: str, kill: object
+    app: App, service: Service, project: str, kill: Callable[[App, str], int]
 ) -> None:
-    assert callable(kill)
     service.conduct(project, takes=0)
     ident = kill(app, project)
     app.let_lapse(ident)
