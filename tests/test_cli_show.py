@@ -13,7 +13,7 @@ from sqlalchemy import Engine, LargeBinary, Numeric, create_engine, event, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker, with_loader_criteria
 from sqlalchemy.schema import CreateSchema
 
-from sqla_durable import ReceiptMixin, Run, RunMixin, Runs
+from sqla_durable import PENDING, ReceiptMixin, Run, RunMixin, Runs
 from tests.support import Plan, PlanStep, approved_plan, let_lapse
 from tests.support_cli import FORMS, answered, importable, lines, made, refused
 from tests.support_models import JobStatus, jobs, lifecycle
@@ -103,11 +103,32 @@ def test_its_json_has_everything(target: str, plans: Runs[Plan], session_factory
         "outcome": "succeeded",
         "result": {"left": [90, "東京\x1b"]},
         "error": None,
+        "ids": None,
         "fence": 1,
     }
     assert call["result"] == "x" * 300
     assert (last["outcome"], last["result"], last["error"]) == ("failed", None, shown["error"])
     assert list(shown["error"]) == ["type", "message"]
+
+
+def test_an_operation_that_has_not_ended_is_shown_with_its_ids(
+    target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]
+) -> None:
+    def wait(run: Run[Plan]) -> None:
+        run.operation("batch", start=lambda: {"number": 7}, poll=lambda ids: PENDING)
+
+    def lose(run: Run[Plan]) -> None:
+        run.operation("batch", start=lambda: 1 / 0, poll=lambda ids: PENDING)
+
+    waiting, unknown = approved_plan(session_factory), approved_plan(session_factory)
+    plans.execute(waiting, wait)
+    plans.execute(unknown, lose)
+    _, row = part(answered("show", target, waiting), "Receipts")
+    assert row[2:] == ["operation", "1", "pending", 'ids {"number": 7}']
+    _, row = part(answered("show", target, unknown), "Receipts")
+    assert row[2:] == ["operation", "1", "issued", "no ids recorded"]
+    (record,) = lines("show", target, waiting)
+    assert (record["receipts"][0]["ids"], record["receipts"][0]["result"]) == ({"number": 7}, None)
 
 
 def test_tracebacks_come_on_request(target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]) -> None:

@@ -19,7 +19,7 @@ from sqla_durable.cli.output import abbreviated, jsonable, printable, write_json
 from sqla_durable.cli.record import error_of, message_of, record_of, status_of, time_of
 from sqla_durable.exc import RunNotFound, UsageError
 from sqla_durable.listing import RunSummary
-from sqla_durable.receipt import Receipt
+from sqla_durable.receipt import Receipt, StepOutcome
 from sqla_durable.run import RunMixin, RunRows
 
 
@@ -118,11 +118,22 @@ def _write_receipts(summary: RunSummary, receipts: Sequence[Receipt]) -> None:
             receipt.effect.value,
             str(receipt.fence),
             receipt.outcome.value,
-            abbreviated(receipt.result if receipt.failure is None else message_of(receipt.failure)),
+            abbreviated(_said(receipt)),
         )
         for receipt in receipts
     ]
     write_table(["step", "at", "effect", "fence", "outcome", "result"], rows)
+
+
+def _said(receipt: Receipt) -> Any:
+    """Return what a receipt says of its step; of an operation that has not ended, what the service knows it by."""
+    match receipt.outcome:
+        case StepOutcome.ISSUED:
+            return "no ids recorded"
+        case StepOutcome.PENDING:
+            return f"ids {abbreviated(receipt.ids)}"
+        case _:
+            return receipt.result if receipt.failure is None else message_of(receipt.failure)
 
 
 def _write_tracebacks(summary: RunSummary, receipts: Sequence[Receipt]) -> None:
@@ -140,6 +151,7 @@ def _record(receipt: Receipt, *, traceback: bool) -> dict[str, Any]:
         "outcome": receipt.outcome.value,
         "result": receipt.result,
         "error": error_of(receipt.failure, traceback=traceback),
+        "ids": receipt.ids,
         "fence": receipt.fence,
         "recorded_at": jsonable(receipt.recorded_at),
     }
