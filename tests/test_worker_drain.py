@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import DurableError, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
-from sqla_durable.dispatch import Wake
+from sqla_durable.dispatch import Dispatcher, Wake
 from tests.support import (
     Background,
     Plan,
@@ -294,3 +294,28 @@ def test_a_cancellation_that_comes_together_with_a_wake_up_is_not_lost(engine: E
         await async_engine.dispose()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LookupError("a fault")], ids=repr)
+def test_no_slot_claims_any_more_after_the_worker_was_interrupted_or_has_failed(
+    engine: Engine, session_factory: sessionmaker[Session], error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idents = [approved_plan(session_factory) for _ in range(4)]
+    started, gate = threading.Event(), threading.Event()
+
+    def carry_out(run: Any) -> None:
+        started.set()
+        wait_for(gate, run)
+
+    def fails(*_: object, **__: object) -> None:
+        assert started.wait(20)
+        threading.Timer(0.2, gate.set).start()
+        raise error
+
+    monkeypatch.setattr(Dispatcher, "_wait", fails)
+    with pytest.raises(type(error)):
+        Background(Crew("sync", engine.url, plans_by(carry_out), concurrency=1).run).result()
+    done = PlanStatus.EXECUTED
+    eventually(lambda: done in [column(engine, ident, "status") for ident in idents], "the end of what was under way")
+    time.sleep(0.2)  # in which the slot would have claimed the next
+    assert sorted(column(engine, ident, "attempts") for ident in idents) == [0, 0, 0, 1]
