@@ -177,7 +177,10 @@ class Dispatcher:
         """
         self._until = until
         try:
-            self._dispatch()
+            try:
+                self._dispatch()
+            finally:
+                self._draining = True  # slots, which may go on after this, must not claim
         except Exception:
             self._drain()
             raise

@@ -300,6 +300,35 @@ def test_one_whose_group_was_written_by_a_cancelled_task_learns_that_it_has_land
     assert {column(engine, ident, "status") for ident in idents} == {PlanStatus.EXECUTED}
 
 
+def test_one_that_is_cancelled_when_it_is_just_to_lead_hands_the_lead_on(
+    engine: Engine, session_factory: sessionmaker[Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idents = [approved_plan(session_factory) for _ in range(4)]
+
+    async def main() -> list[Any]:
+        async_engine = create_async_engine(engine.url)
+        plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
+        runs = await plans.claim_due(4)
+        landing = plans._verbs.landings
+        hand_over = type(landing)._hand_over
+        tasks: list[asyncio.Task[None]] = []
+
+        def handed_over(self: Any) -> None:
+            hand_over(self)
+            tasks[1].cancel()
+
+        monkeypatch.setattr(type(landing), "_hand_over", handed_over)
+        tasks += [asyncio.create_task(run.finish()) for run in runs]
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        assert landing._led is False
+        await async_engine.dispose()
+        return [type(result) for result in results]
+
+    results = asyncio.run(main())
+    assert results == [type(None), asyncio.CancelledError, type(None), type(None)]
+    assert [column(engine, ident, "status") for ident in idents].count(PlanStatus.EXECUTED) == 3
+
+
 # many
 
 

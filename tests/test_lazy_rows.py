@@ -63,6 +63,7 @@ from sqlalchemy.types import TypeDecorator
 
 from sqla_durable import ReceiptMixin, RunMixin, Runs
 from sqla_durable.asyncio import AsyncRuns
+from sqla_durable.loading import Loading
 from tests.support import Background
 from tests.support_jobs import JobStatus, job_lifecycle
 
@@ -210,7 +211,8 @@ def claimed(factory: sessionmaker[Session], run: Any = Wide, receipt: Any = Wide
 
 def is_plain(run: Any) -> bool:
     """Whether the row was made of what the claim returned."""
-    return callable(run.holder._make)
+    made_by = getattr(run.holder._make, "func", None)
+    return getattr(made_by, "__func__", None) is Loading.instance
 
 
 def columns_of(row: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, text
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import DurableError, Runs
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
+from sqla_durable.dispatch import Dispatcher, Wake
 from tests.support import (
     Background,
     Plan,
@@ -218,3 +222,100 @@ def test_what_was_claimed_but_not_started_is_given_back_too(
         Background(crew.run).result()
     for ident in idents:
         taken_at_once(engine, session_factory, ident)
+
+
+def test_a_cancelled_worker_gives_back_at_once_what_is_under_way(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    idents = [approved_plan(session_factory) for _ in range(3)]
+
+    async def main() -> float:
+        async_engine = create_async_engine(engine.url)
+        started = asyncio.Semaphore(0)
+
+        async def hangs(run: AsyncRun[Plan]) -> None:
+            started.release()
+            await asyncio.sleep(3600)
+
+        plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
+        working = asyncio.create_task(AsyncWorker(plans.handled_by(hangs), grace=timedelta(hours=1)).run())
+        for _ in idents:
+            await started.acquire()
+        before = time.monotonic()
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        took = time.monotonic() - before
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await async_engine.dispose()
+        return took
+
+    assert Background(lambda: asyncio.run(main())).result() < LEAVES
+    for ident in idents:
+        taken_at_once(engine, session_factory, ident)
+
+
+def test_a_worker_among_other_tasks_lets_them_go_on_while_it_stops(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    async def main() -> float:
+        async_engine = create_async_engine(engine.url)
+        plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
+        worker = AsyncWorker(plans.handled_by(lambda run: run.renew()), listen=True)
+        working = asyncio.create_task(worker.run())
+        await asyncio.to_thread(eventually, lambda: listeners(engine), "a listener")
+        longest, before = 0.0, time.monotonic()
+        worker.stop()
+        while not working.done():
+            await asyncio.sleep(0.01)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        await working
+        await async_engine.dispose()
+        return longest
+
+    assert asyncio.run(main()) < 0.3
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_cancellation_that_comes_together_with_a_wake_up_is_not_lost(engine: Engine, turns: int) -> None:
+    async def main() -> None:
+        async_engine = create_async_engine(engine.url)
+        plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
+        worker = AsyncWorker(plans.handled_by(lambda run: run.renew()), listen=False, poll=timedelta(hours=1))
+        working = asyncio.create_task(worker.run())
+        await asyncio.sleep(0.3)
+        assert worker._dispatcher is not None
+        worker._dispatcher._slots._wake(Wake.FREED)  # type: ignore[attr-defined]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(working, 10)
+        await async_engine.dispose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LookupError("a fault")], ids=repr)
+def test_no_slot_claims_any_more_after_the_worker_was_interrupted_or_has_failed(
+    engine: Engine, session_factory: sessionmaker[Session], error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idents = [approved_plan(session_factory) for _ in range(4)]
+    started, gate = threading.Event(), threading.Event()
+
+    def carry_out(run: Any) -> None:
+        started.set()
+        wait_for(gate, run)
+
+    def fails(*_: object, **__: object) -> None:
+        assert started.wait(20)
+        threading.Timer(0.2, gate.set).start()
+        raise error
+
+    monkeypatch.setattr(Dispatcher, "_wait", fails)
+    with pytest.raises(type(error)):
+        Background(Crew("sync", engine.url, plans_by(carry_out), concurrency=1).run).result()
+    done = PlanStatus.EXECUTED
+    eventually(lambda: done in [column(engine, ident, "status") for ident in idents], "the end of what was under way")
+    time.sleep(0.2)  # in which the slot would have claimed the next
+    assert sorted(column(engine, ident, "attempts") for ident in idents) == [0, 0, 0, 1]

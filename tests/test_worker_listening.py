@@ -159,9 +159,9 @@ def test_the_pause_between_polls_varies(engine: Engine, monkeypatch: pytest.Monk
     waits: list[float] = []
     wait = Dispatcher._wait
 
-    def noted(dispatcher: Dispatcher, until: Any, *longest: float, **options: Any) -> None:
+    def noted(dispatcher: Dispatcher, *longest: float, **options: Any) -> None:
         waits.extend(longest)
-        wait(dispatcher, until, *longest, **options)
+        wait(dispatcher, *longest, **options)
 
     monkeypatch.setattr(Dispatcher, "_wait", noted)
     with working("sync", engine, plans_by(one_step)):

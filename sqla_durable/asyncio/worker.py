@@ -92,8 +92,7 @@ class _Tasks:
         task.add_done_callback(done)  # not in the task, which does not even begin where it is cancelled before
 
     def wait(self, seconds: float | None) -> Wake | None:
-        with suppress(TimeoutError):
-            await_only(asyncio.wait_for(self._woken.wait(), seconds))
+        await_only(self._until_woken(seconds))
         self._woken.clear()
         why, self._why = self._why, set()
         return Wake.DUE if Wake.DUE in why else next(iter(why), None)
@@ -104,6 +103,12 @@ class _Tasks:
 
     def release(self, holders: Iterable[Holder[Any]]) -> None:
         await_only(self._release(list(holders)))
+
+    async def _until_woken(self, seconds: float | None) -> None:
+        # Not wait_for(), which until Python 3.12 loses a cancellation that comes together with the event.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
 
     def _wake(self, why: Wake) -> None:
         self._why.add(why)
