@@ -161,6 +161,27 @@ def test_the_key_is_the_same_in_every_attempt_and_after_a_requeue_and_in_both_fo
     assert plans.receipts(ident) == outcome.receipts
 
 
+def test_the_key_is_the_same_however_the_run_was_claimed(
+    session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ident = approved_plan(session_factory)
+    keys: list[str] = []
+
+    def note(run: Run[Plan]) -> None:
+        keys.append(run.idempotency_key("charge"))
+        run.release()
+
+    claims: list[Callable[[], Any]] = [lambda: [plans.claim(ident)], lambda: plans.claim_due(1)]
+    for claim in claims:
+        (run,) = claim()
+        assert run is not None
+        keys.append(plans.hold(run.lease).idempotency_key("charge"))
+        note(run)
+    plans.execute(ident, note)
+    assert len(keys) == 5
+    assert len(set(keys)) == 1
+
+
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Kathmandu", "America/St_Johns"])
 def test_the_key_depends_on_no_time_zone_of_a_session(
     engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], zone: str
