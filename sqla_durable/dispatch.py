@@ -43,7 +43,8 @@ class AnyWork:
     """The runs of one class together with the handler that carries them out, in either form.
 
     :param verbs: the runs.
-    :param execute: carries out a claimed run of theirs; a coroutine function in the asyncio form.
+    :param execute: carries out a claimed run of theirs; a coroutine function in the asyncio form. Where it returns
+     None, the run is to be landed as done.
     """
 
     verbs: Verbs[Any]
@@ -62,8 +63,11 @@ class AsyncWork(AnyWork):
 
 
 WorkT = TypeVar("WorkT", bound=AnyWork)
-Ended = Callable[[Holder[Any], Outcome | None], None]
-"""Called when a run is not being carried out any more; without an outcome where its handler was interrupted."""
+Ended = Callable[[Holder[Any], Outcome | None], Callable[[], None]]
+"""Called when a run is not being carried out any more; without an outcome where its handler was interrupted.
+
+What it returns is called next, or once for several runs that have ended together.
+"""
 
 
 @contextmanager
@@ -200,17 +204,23 @@ class Dispatcher:
             else:
                 return
 
-    def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> None:
+    def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> Callable[[], None]:
         ending = Ending.INTERRUPTED if outcome is None else outcome.ending
         with self._lock:
-            if holder not in self._active:
-                return  # it was released, and counted then
-            self._active.discard(holder)
-            self.endings[ending] += 1
+            # One that was released has been counted then.
+            if holder in self._active:
+                self._active.discard(holder)
+                self.endings[ending] += 1
         if ending is Ending.INTERRUPTED:
             # It went back to ready, and may be due at once by the backoff of its lifecycle.
-            self._slots.wake(Wake.DUE)
-        elif not (self._slots.claims and self._refill()):
+            return self._due
+        return self._freed
+
+    def _due(self) -> None:
+        self._slots.wake(Wake.DUE)
+
+    def _freed(self) -> None:
+        if not (self._slots.claims and self._refill()):
             self._slots.wake(Wake.FREED)
 
     def _refill(self) -> bool:
@@ -222,19 +232,12 @@ class Dispatcher:
             if not self._claiming.acquire(blocking=False):
                 return True  # whoever claims looks again at what is free
             try:
-                self._gather()
                 self._fill()
             except Exception:  # noqa: BLE001 - the dispatcher meets the error itself, and knows what to do
                 self._more = False
             finally:
                 self._claiming.release()
         return self._more and not self._over()
-
-    def _gather(self) -> None:
-        """Wait a moment for runs that are about to end: to claim for many slots costs no more than for one."""
-        end = time.monotonic() + _MOMENT
-        while self._free < self._concurrency and time.monotonic() < end:
-            time.sleep(_MOMENT / 10)
 
     @property
     def _free(self) -> int:

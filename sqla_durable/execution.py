@@ -56,11 +56,12 @@ class Outcome:
     exception: BaseException | None = field(default=None, compare=False)
 
 
-def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
-    """Call the handler of a claimed run and land the run according to how that went.
+def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome | None:
+    """Call the handler of a claimed run and land the run according to how that went, unless it is to land as done.
 
     A lost lease outweighs a cancel request, that outweighs a suspension, and that the handler's own result.
 
+    :return: what happened; None where all is well, and the run is yet to be landed: see :func:`finished`.
     :raises BaseException: an interruption (``KeyboardInterrupt``, ``SystemExit``, ``asyncio.CancelledError``) passes,
      after the run was released where it can be; no failure is recorded.
     """
@@ -69,7 +70,7 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
             handler()
         except Exception as error:  # noqa: BLE001 - it is recorded on the run, whatever it is
             return _ended(holder, error)
-        return _ended(holder, None)
+        return finished(holder) if holder.ended or holder.lost is not None else None
     except BaseException as interruption:
         if isinstance(interruption, Exception):
             raise
@@ -77,6 +78,16 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome:
             return _ended(holder, interruption)
         let_go(holder)
         raise
+
+
+def finished(holder: Holder[Any], unknown: RetryableError | None = None) -> Outcome:
+    """Land a run whose handler has returned, unless that is done.
+
+    :param unknown: why it is not known whether it is.
+    """
+    if unknown is not None and not holder.ended:
+        return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=unknown)
+    return _ended(holder, None)
 
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:

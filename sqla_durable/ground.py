@@ -128,15 +128,7 @@ class Ground:
                 f"the session translates schemas by {_translation(connection)}, not by {self.schema_translate_map}; "
                 "make one Runs for each schema_translate_map."
             )
-        version = engine.dialect.server_version_info or OLDEST_SERVER
-        if version < OLDEST_SERVER:
-            raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
-        driver: Any = connection.connection.dbapi_connection
-        if driver.autocommit:
-            raise ConfigurationError(
-                f"{connection.engine!r} is in AUTOCOMMIT, where an effect and its receipt cannot commit together; "
-                'use an engine without isolation_level="AUTOCOMMIT".'
-            )
+        _refuse_unfit(connection)
         return connection
 
     @contextmanager
@@ -155,24 +147,35 @@ class Ground:
         return bool(of_session.after_begin or of_engine.begin)
 
     @contextmanager
-    def autocommit(self, engine: Engine | None = None) -> Generator[Connection, None, None]:
+    def autocommit(self, engine: Engine | None = None, *, fit: bool = False) -> Generator[Connection, None, None]:
         """Open a connection for a single statement: no BEGIN, no COMMIT, one round trip.
 
         Where the user's sessions do something after BEGIN, a row may be seen, or written, in a transaction of theirs
         only; then it is one.
+
+        :param fit: whether to refuse one on which steps could not be carried out.
         """
         if self._after_begin:
             with translated(), self.sessions.plain(engine) as session, session.begin():
-                yield session.connection(bind_arguments={"mapper": self._mappers[0]})
+                connection = session.connection(bind_arguments={"mapper": self._mappers[0]})
+                if fit:
+                    _refuse_unfit(connection)
+                yield connection
             return
-        with translated(), (engine or self.engine).connect() as connection, autocommitting(connection):
-            yield connection
+        with translated(), (engine or self.engine).connect() as connection:
+            if fit:
+                _refuse_unfit(connection)
+            with autocommitting(connection):
+                yield connection
 
-    def single(self, work: Callable[[Connection], ValueT]) -> ValueT:
-        """Do ``work``, a single statement, again where it conflicts with another transaction."""
+    def single(self, work: Callable[[Connection], ValueT], *, fit: bool = False) -> ValueT:
+        """Do ``work``, a single statement, again where it conflicts with another transaction.
+
+        :param fit: as for :meth:`autocommit`.
+        """
 
         def once() -> ValueT:
-            with self.autocommit() as connection:
+            with self.autocommit(fit=fit) as connection:
                 return work(connection)
 
         return retry_conflicts(once)
@@ -194,6 +197,18 @@ class Ground:
                 return work(session, connection)
 
         return retry_conflicts(once)
+
+
+def _refuse_unfit(connection: Connection) -> None:
+    version = connection.dialect.server_version_info or OLDEST_SERVER
+    if version < OLDEST_SERVER:
+        raise ConfigurationError(f"PostgreSQL {version[0]} is too old; sqla_durable needs {OLDEST_SERVER[0]}.")
+    driver: Any = connection.connection.dbapi_connection
+    if driver.autocommit:
+        raise ConfigurationError(
+            f"{connection.engine!r} is in AUTOCOMMIT, where an effect and its receipt cannot commit together; "
+            'use an engine without isolation_level="AUTOCOMMIT".'
+        )
 
 
 def _translation(bind: Engine | Connection) -> dict[str | None, str | None]:

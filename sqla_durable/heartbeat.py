@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import Engine
@@ -38,9 +37,8 @@ class Heartbeat:
         self._carried_out: dict[Holder[Any], Callable[[], None] | None] = {}
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def keeping(self, holder: Holder[Any], on_lost: Callable[[], None] | None = None) -> Generator[None, None, None]:
-        """Keep the lease of ``holder`` alive, and those of the other runs claimed in the same batch.
+    def keep(self, holder: Holder[Any], on_lost: Callable[[], None] | None = None) -> None:
+        """Keep the lease of ``holder`` alive from now on, and those of the other runs claimed in the same batch.
 
         :param on_lost: called in the heartbeat's thread, once, when the holder may not go on.
         """
@@ -52,11 +50,11 @@ class Heartbeat:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="sqla_durable heartbeat", daemon=True)
                 self._thread.start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._carried_out.pop(holder, None)
+
+    def leave(self, holder: Holder[Any]) -> None:
+        """Keep it alive no longer."""
+        with self._lock:
+            self._carried_out.pop(holder, None)
 
     def _run(self) -> None:
         self._store.sessions.run_in_thread(self._beat_until_idle)

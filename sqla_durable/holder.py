@@ -27,13 +27,14 @@ from sqla_durable.exc import (
     HolderError,
     LostLease,
     NestedStep,
+    RetryableError,
     StepReused,
     Suspended,
     UsageError,
 )
 from sqla_durable.failure import Failure
 from sqla_durable.idempotency import idempotency_key
-from sqla_durable.landing import Landings
+from sqla_durable.landing import Landed, Landings
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import arguments
@@ -389,6 +390,27 @@ class Holder(Generic[RunT]):
                 f"{lifecycle.machine!r} does not declare {lifecycle.running.value} -> {lifecycle.ready.value}, so a "
                 "run cannot be released; it is left to its lease. Declare the edge in transitions=."
             )
+
+    def land_later(self, then: Callable[[RetryableError | None], Callable[[], None]]) -> None:
+        """Land the run as done with the next group, if nobody has asked for anything else.
+
+        :param then: called in whichever thread writes the group, with an error where it is not known whether the run
+         has landed. Without one it may not have, either: where its row was not as expected, or is locked,
+         :meth:`finish` is left to say so, or to wait. What it returns is called when the whole group has been told.
+        """
+
+        def answered(answer: Callable[[], Landed | None]) -> Callable[[], None]:
+            unknown: RetryableError | None = None
+            try:
+                if (landed := answer()) is not None:
+                    self._show(landed)
+            except RetryableError as error:
+                unknown = error
+            self._ending = False
+            return then(unknown)
+
+        self._ending = True
+        self.landings.submit(self.lease, answered)
 
     def _land_in_group(self) -> bool:
         self._ending = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from sqlalchemy import Column, Connection
@@ -21,13 +23,18 @@ from sqla_durable.store import Store
 Landed = Mapping[Column[Any], Any]
 
 
+# A sleep of no time takes a twentieth of a millisecond where the system lets timers slack.
+_give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
+
+
 class _Landing:
     """One holder's wish to land its run."""
 
-    __slots__ = ("answer", "gate", "leads", "lease", "told")
+    __slots__ = ("answer", "gate", "leads", "lease", "then", "told")
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, then: Callable[[], Callable[[], None]] | None = None) -> None:
         self.lease = lease
+        self.then = then
         self.gate: Gate | None = None
         self.leads = False
         self.told = False
@@ -38,7 +45,8 @@ class Landings:
     """Lands the runs that finish while a landing statement is under way together, with the next one.
 
     Whoever comes first leads: it writes its own landing and all that wait by then, and hands the lead to the first that
-    came meanwhile. So nothing waits for a group to fill, and no thread or task is needed for it.
+    came meanwhile, or keeps it where nobody waits in person. So nothing waits for a group to fill, and no thread or
+    task is needed for it.
 
     :param store: whose runs these are.
     """
@@ -67,9 +75,25 @@ class Landings:
             self._wait(mine, mine.gate)
         if mine.leads:
             self._lead()
+        return self._answer(mine)
+
+    def submit(self, lease: Lease, then: Callable[[Callable[[], Landed | None]], Callable[[], None]]) -> None:
+        """Do the same without waiting where another one leads.
+
+        :param then: called in the thread of whoever leads, with a function that returns or raises what :meth:`land`
+         would have. What it returns is called when all of the group have been told; equal ones once.
+        """
+        mine = _Landing(lease, lambda: then(lambda: self._answer(mine)))
+        with self._lock:
+            self._waiting.append(mine)
+            leads, self._led = not self._led, True
+        if leads:
+            self._lead()
+
+    def _answer(self, mine: _Landing) -> Landed | None:
         if isinstance(mine.answer, DatabaseUnavailable):
             raise DatabaseUnavailable(*mine.answer.args) from mine.answer
-        return mine.answer if mine.told else self._found(lease)
+        return mine.answer if mine.told else self._found(mine.lease)
 
     def _found(self, lease: Lease) -> Landed | None:
         """Look whether the run has landed: whoever wrote the group was interrupted and has not learnt of it."""
@@ -94,21 +118,41 @@ class Landings:
             raise
 
     def _lead(self) -> None:
-        with self._lock:
-            group, self._waiting = self._waiting, []
-        try:
-            self._write(group)
-        finally:
-            self._hand_over()
-            for landing in group:
-                if landing.gate is not None and not landing.leads:
-                    landing.gate.open()
+        while True:
+            self._let_others_join()
+            with self._lock:
+                group, self._waiting = self._waiting, []
+            try:
+                self._write(group)
+            finally:
+                self._hand_over()
+                self._tell(group)
+            with self._lock:
+                if self._led or not self._waiting:
+                    return
+                self._led = True
+
+    def _let_others_join(self) -> None:
+        """Give way to other threads for as long as that brings a further one: it takes microseconds where none does."""
+        joined = 0
+        while len(self._waiting) > joined:
+            joined = len(self._waiting)
+            _give_way()
+
+    def _tell(self, group: Sequence[_Landing]) -> None:
+        for landing in group:
+            if landing.gate is not None and not landing.leads:
+                landing.gate.open()
+        told = [landing.then() for landing in group if landing.then is not None]
+        for afterwards in dict.fromkeys(told):
+            afterwards()
 
     def _hand_over(self) -> None:
+        """Hand the lead to the first that waits in person, or let it go."""
         with self._lock:
-            following = self._waiting[0] if self._waiting else None
+            following = next((landing for landing in self._waiting if landing.gate is not None), None)
+            self._led = following is not None
             if following is None:
-                self._led = False
                 return
             following.leads = True
         if following.gate is not None:

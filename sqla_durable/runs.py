@@ -330,7 +330,7 @@ class Runs(Generic[RunT]):
             with in_slot():
                 _plain(handler(Run(holder)), handler)
 
-        return Work(self._verbs, lambda holder: self._verbs.execute(holder, carry_out, run_now=False, at_once=True))
+        return Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))
 
     def _handle(self, target: object) -> Run[RunT] | None:
         refuse_other_form(target, Run)

@@ -19,7 +19,7 @@ from sqla_durable import claim, fence, intent, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RetryableError, RunInFlight, RunNotFound, StepReused, UsageError
-from sqla_durable.execution import Ending, Outcome, carry_out
+from sqla_durable.execution import Ending, Outcome, carry_out, finished
 from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
@@ -85,15 +85,10 @@ class Verbs(Generic[RunT]):
         """See :meth:`.Runs.claim_due`."""
         _check_limit(limit)
         if not self._loading.plain:
-
-            def work(session: Session, connection: Connection) -> list[Holder[RunT]]:
-                claimed = self._claim_rows(limit, lambda limit: self._claim_once(connection, limit))
-                return self._holders(session, connection, [self._lease_of(values) for values in claimed])
-
-            return self.store.execute(work)
+            return self.store.execute(partial(self._claim_in_transaction, limit))
         sent = time.monotonic()
         claimed = self._claim_rows(
-            limit, lambda limit: self.store.single(lambda connection: self._claim_once(connection, limit))
+            limit, lambda limit: self.store.single(lambda connection: self._claim_once(connection, limit), fit=True)
         )
         leases = [self._lease_of(values) for values in claimed]
         again = [lease.identity for lease in leases if _has_receipts(lease)]
@@ -134,36 +129,72 @@ class Verbs(Generic[RunT]):
     ) -> Outcome:
         """See :meth:`.Runs.execute`; the target is a holder, or what :meth:`claim` takes.
 
-        :param at_once: whether a holder was claimed for this very call, and is fenced again only where that is no
-         longer a matter of the same moment.
+        :param at_once: as for :meth:`begin`.
         """
         if isinstance(target, Holder):
             holder = cast(Holder[RunT], target)
-            holder.refuse_ended()
-
-            def begin() -> None:
-                if at_once and holder.was_just_claimed():
-                    holder.refuse_lost()
-                else:
-                    holder.renew()
-                handler(holder)
-
+            outcome = self.begin(holder, handler, at_once=at_once, on_lost=on_lost)
         else:
             taken = self._take(self.runs.identity(target), run_now=run_now)
             if isinstance(taken, Outcome):
                 return taken
             holder = taken
+            outcome = self._begin(holder, holder.refuse_lost, handler, on_lost)
+        return self.conclude(holder) if outcome is None else outcome
 
-            def begin() -> None:
-                holder.refuse_lost()
-                handler(holder)
+    def begin(
+        self,
+        holder: Holder[RunT],
+        handler: Callable[[Holder[RunT]], object],
+        *,
+        at_once: bool = False,
+        on_lost: Callable[[], None] | None = None,
+    ) -> Outcome | None:
+        """Carry a claimed run out as far as its landing as done; None where that is yet to be made, and concluded.
+
+        :param at_once: whether it was claimed for this very call, and is fenced again only where that is no longer a
+         matter of the same moment.
+        """
+        holder.refuse_ended()
+        fresh = at_once and holder.was_just_claimed()
+        return self._begin(holder, holder.refuse_lost if fresh else holder.renew, handler, on_lost)
+
+    def conclude(self, holder: Holder[RunT], unknown: RetryableError | None = None) -> Outcome:
+        """Land a run that :meth:`begin` has left to be landed, unless it has been; its lease is kept no longer.
+
+        :param unknown: as for :func:`.finished`.
+        """
+        try:
+            return finished(holder, unknown)
+        finally:
+            self._leave(holder)
+
+    def _begin(
+        self,
+        holder: Holder[RunT],
+        check: Callable[[], None],
+        handler: Callable[[Holder[RunT]], object],
+        on_lost: Callable[[], None] | None,
+    ) -> Outcome | None:
+        def begin() -> None:
+            check()
+            handler(holder)
 
         holder.left = False
+        self.heartbeat.keep(holder, on_lost)
+        outcome: Outcome | None = None
+        kept = False
         try:
-            with self.heartbeat.keeping(holder, on_lost):
-                return carry_out(holder, begin)
+            outcome = carry_out(holder, begin)
+            kept = outcome is None
         finally:
-            holder.left = True
+            if not kept:
+                self._leave(holder)
+        return outcome
+
+    def _leave(self, holder: Holder[RunT]) -> None:
+        self.heartbeat.leave(holder)
+        holder.left = True
 
     # reading and healing
 
@@ -352,6 +383,10 @@ class Verbs(Generic[RunT]):
         if row is None:
             raise RunNotFound(f"there is no {self.runs.entity.__name__} with the key {identity!r}.")
         return row
+
+    def _claim_in_transaction(self, limit: int, session: Session, connection: Connection) -> list[Holder[RunT]]:
+        claimed = self._claim_rows(limit, lambda limit: self._claim_once(connection, limit))
+        return self._holders(session, connection, [self._lease_of(values) for values in claimed])
 
     def _claim_rows(self, limit: int, claim_once: Callable[[int], _Claimed]) -> list[Mapping[Column[Any], Any]]:
         """Claim what is due, and what was reaped on the way and is due again."""

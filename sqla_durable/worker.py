@@ -5,14 +5,16 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Generator, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Self
 
 from sqla_durable.dispatch import AnyWork, Ended, Serving, Wake, Work, log, report
+from sqla_durable.exc import RetryableError
 from sqla_durable.execution import Ending, let_go
 from sqla_durable.holder import Holder
 from sqla_durable.listening import Listening
@@ -87,7 +89,8 @@ class _Threads:
     def __init__(self, size: int) -> None:
         self._size = size
         self._started = 0
-        self._claimed: SimpleQueue[tuple[AnyWork, Holder[Any], Ended] | None] = SimpleQueue()
+        self._claimed: deque[tuple[AnyWork, Holder[Any], Ended]] = deque()
+        self._turns: SimpleQueue[bool] = SimpleQueue()
         # A queue, as it may be put into by a signal handler that interrupts the dispatcher; an Event may not.
         self._wakes: SimpleQueue[Wake] = SimpleQueue()
 
@@ -96,13 +99,23 @@ class _Threads:
 
     def __exit__(self, *_: object) -> None:
         for _each in range(self._started):
-            self._claimed.put(None)
+            self._turns.put(False)  # noqa: FBT003 - no turn, but the end
 
     def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
-        self._claimed.put((work, holder, ended))
+        self._claimed.append((work, holder, ended))
         if self._started < self._size:
             self._started += 1
-            threading.Thread(target=self._carry_out, name=f"sqla_durable slot {self._started}", daemon=True).start()
+            threading.Thread(target=self._take_turns, name=f"sqla_durable slot {self._started}", daemon=True).start()
+        self._call_up()
+
+    def _call_up(self) -> None:
+        """Call up one thread, which calls up the next before it carries anything out.
+
+        Called up all at once, they would contend for the interpreter, though one alone may be done with short runs
+        before the next has woken up.
+        """
+        if self._turns.empty():
+            self._turns.put(True)  # noqa: FBT003 - a turn
 
     def wait(self, seconds: float | None) -> Wake | None:
         woken: list[Wake] = []
@@ -124,17 +137,39 @@ class _Threads:
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def _carry_out(self) -> None:
-        while (claimed := self._claimed.get()) is not None:
-            work, holder, ended = claimed
-            outcome = None
-            try:
-                outcome = work.execute(holder)
-                report(work, holder, outcome)
-            except BaseException:  # noqa: BLE001 - one failing run never stops the others
-                log.exception("%r of %r was interrupted", holder.lease, work)
-            finally:
-                ended(holder, outcome)
+    def _take_turns(self) -> None:
+        while self._turns.get():
+            with suppress(IndexError):
+                while True:
+                    claimed = self._claimed.popleft()
+                    if self._claimed:
+                        self._call_up()
+                    _carry_out(*claimed)
+
+
+def _carry_out(work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
+    try:
+        outcome = work.execute(holder)
+    except BaseException:  # noqa: BLE001 - one failing run never stops the others
+        log.exception("%r of %r was interrupted", holder.lease, work)
+        ended(holder, None)()
+        return
+    if outcome is None:
+        # Not waited for: the thread of whoever lands it goes on from there.
+        holder.land_later(partial(_conclude, work, holder, ended))
+    else:
+        report(work, holder, outcome)
+        ended(holder, outcome)()
+
+
+def _conclude(work: AnyWork, holder: Holder[Any], ended: Ended, unknown: RetryableError | None) -> Callable[[], None]:
+    outcome = None
+    try:
+        outcome = work.verbs.conclude(holder, unknown)
+        report(work, holder, outcome)
+    except BaseException:  # noqa: BLE001 - as above
+        log.exception("%r of %r was interrupted", holder.lease, work)
+    return ended(holder, outcome)
 
 
 @contextmanager

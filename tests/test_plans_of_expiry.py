@@ -73,7 +73,7 @@ SWEEP = [{RUNNING_INDEX, KEY_INDEX}, {EXPIRY_INDEX, KEY_INDEX}]
     ("verb", "indexes"),
     [
         (lambda crowd, ident, engine: crowd.reap(3), SWEEP),
-        (lambda crowd, ident, engine: crowd.claim_due(3), [*SWEEP, {READY_INDEX, KEY_INDEX}]),
+        (lambda crowd, ident, engine: crowd.claim_due(3), [{*SWEEP[0], *SWEEP[1], READY_INDEX}]),
         (lambda crowd, ident, engine: crowd.heal(ident), [{KEY_INDEX}] * 2),
         (lambda crowd, ident, engine: crowd.claim(ident), [{KEY_INDEX}] * 3),
         (approve, [{KEY_INDEX}]),

@@ -196,7 +196,8 @@ def jobs_of_a_copy(run: Run[OneShot], jobs: Runs[OneShot]) -> Any:
     """A second process's handle on the same lease, which has not been told anything yet."""
     from sqla_durable.holder import Holder
 
-    return Run(Holder(run.holder.steps, run.lease, OneShot(), ()))
+    holder = run.holder
+    return Run(Holder(holder.steps, holder.landings, run.lease, OneShot, (), cancel_requested=False, created_at=None))
 
 
 def row_of(engine: Engine, ident: int) -> Any:

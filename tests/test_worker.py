@@ -229,15 +229,15 @@ def test_a_landing_that_the_database_refuses_for_good_stops_no_other(
 def delayed(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Holder[Any]], None]]:
     """What happens between the claim of a run and its start, with more than a moment gone by."""
     meanwhile: list[Callable[[Holder[Any]], None]] = []
-    execute = Verbs.execute
+    begin = Verbs.begin
 
-    def late(verbs: Verbs[Any], target: Any, *arguments: Any, **options: Any) -> Outcome:
+    def late(verbs: Verbs[Any], holder: Holder[Any], *arguments: Any, **options: Any) -> Outcome | None:
         if meanwhile:
-            meanwhile[0](target)
+            meanwhile[0](holder)
             time.sleep(0.06)  # longer than the moment of a claim
-        return execute(verbs, target, *arguments, **options)
+        return begin(verbs, holder, *arguments, **options)
 
-    monkeypatch.setattr(Verbs, "execute", late)
+    monkeypatch.setattr(Verbs, "begin", late)
     return meanwhile
 
 

@@ -85,7 +85,7 @@ class _Tasks:
     def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
         def done(task: asyncio.Task[Outcome | None]) -> None:
             del self._tasks[holder]
-            ended(holder, None if task.cancelled() or task.exception() else task.result())
+            ended(holder, None if task.cancelled() or task.exception() else task.result())()
 
         task = self._loop.create_task(self._carry_out(work, holder))
         self._tasks[holder] = task

@@ -4,10 +4,11 @@ Run it by hand, on the embedded PostgreSQL or on the one that ``DATABASE_URL`` n
 
     python -m tests.benchmarks.workers [throughput] [latency] [claims]
 
-*Throughput*: runs with bodies that do nothing, against bare psycopg with the same batch claims and batch landings.
-*Latency*: from the start of a run of three steps to its landing, on an idle worker, on the database's clock, against a
-loop of bare psycopg that listens likewise. *Claims*: what a claim costs with five million finished runs and a hundred
-thousand that are not due, against ten thousand finished ones.
+Bare psycopg sends the very statements of the library, so that what is compared is everything around them.
+*Throughput*: runs with bodies that do nothing, against the same batch claims and batch landings. *Latency*: from the
+start of a run of three steps to its landing, on an idle worker, on the database's clock, against a loop that listens
+likewise. *Claims*: what a claim costs with five million finished runs and a hundred thousand that are not due, against
+ten thousand finished ones.
 """
 
 from __future__ import annotations
@@ -26,38 +27,12 @@ from sqlalchemy import Engine, create_engine, insert, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Run, Runs, Worker
+from sqla_durable.prepared import Prepared
+from sqla_durable.rows import arguments
 from tests.benchmarks.server import database
 from tests.support import Base, Entry, Plan, PlanStep
 
 ROUNDS = 7
-CLAIM = """
-    WITH target AS MATERIALIZED (
-        SELECT id FROM plan WHERE status = 'approved' AND available_at <= statement_timestamp()
-        ORDER BY available_at LIMIT {limit} FOR NO KEY UPDATE SKIP LOCKED),
-    claimed AS (
-        UPDATE plan SET status = 'executing', fence = fence + 1, attempts = attempts + 1, lease_owner = 'bare',
-            lease_expires_at = clock_timestamp() + interval '30 s', started_at = clock_timestamp()
-        FROM target WHERE plan.id = target.id RETURNING plan.id, fence, available_at)
-    SELECT id, fence FROM claimed ORDER BY available_at
-"""
-LAND = """
-    WITH target AS MATERIALIZED (
-        SELECT plan.id FROM plan JOIN unnest(%s::uuid[], %s::bigint[]) AS asked (id, fence)
-            ON plan.id = asked.id AND plan.fence = asked.fence
-        WHERE status = 'executing' ORDER BY plan.id FOR NO KEY UPDATE OF plan)
-    UPDATE plan SET status = 'executed', finished_at = clock_timestamp(), lease_owner = NULL, lease_expires_at = NULL
-    FROM target WHERE plan.id = target.id RETURNING plan.id
-"""
-STEP = """
-    WITH held AS (
-        SELECT id, fence FROM plan WHERE id = %(id)s AND status = 'executing' AND fence = %(fence)s FOR NO KEY UPDATE)
-    INSERT INTO plan_step (plan_id, step, effect, fence, unsealed)
-    SELECT id, %(step)s, 'transactional', fence, '' FROM held
-"""
-SEAL = """
-    UPDATE plan_step SET unsealed = NULL, outcome = 'succeeded', result = 'null', recorded_at = clock_timestamp()
-    WHERE plan_id = %(id)s AND step = %(step)s
-"""
 
 
 def fill(engine: Engine, runs: int) -> None:
@@ -84,17 +59,65 @@ def ratio(name: str, ours: list[float], bare: list[float], limit: str) -> None:
 # throughput
 
 
-def bare_loop(connection: psycopg.Connection[Any], limit: int) -> None:
-    cursor = connection.cursor()
-    claim: Any = CLAIM.format(limit=limit)
-    while rows := cursor.execute(claim).fetchall():
-        keys, fences = zip(*rows, strict=True)
-        cursor.execute(LAND, (list(keys), list(fences))).fetchall()
+class Bare:
+    """A worker by hand, on one connection: the statements of a library's worker without anything around them."""
+
+    def __init__(self, plans: Runs[Plan], dsn: str) -> None:
+        self._verbs = plans._verbs
+        self._connection = psycopg.connect(dsn, autocommit=True)
+        columns = list(self._verbs.runs.table.columns)
+        self._key, self._fence = 1 + columns.index(self._verbs.runs.key[0]), 1 + columns.index(self._verbs.runs.fence)
+
+    def execute(self, statement: Prepared, **parameters: Any) -> list[Any]:
+        """Execute a statement of the library."""
+        sql: Any = statement._sql
+        return self._connection.execute(sql, {**statement._fixed, **arguments(**parameters)}).fetchall()
+
+    def claim(self, limit: int) -> list[tuple[Any, int]]:
+        """Claim a batch; return each run's key and fence."""
+        rows = self.execute(self._verbs._claim_due(limit), owner="bare")
+        return [(row[self._key], row[self._fence]) for row in rows if row[self._fence] is not None]
+
+    def land(self, runs: list[tuple[Any, int]]) -> None:
+        """Land a batch."""
+        keys, fences = zip(*runs, strict=True)
+        if len(runs) == 1:
+            self.execute(self._verbs.landings._one, key_0=keys[0], fence=fences[0])
+        else:
+            self.execute(self._verbs.landings._many, key_0=list(keys), fence=list(fences))
+
+    def step(self, key: Any, fence: int, name: str) -> None:
+        """Carry out a step in a transaction with its receipt."""
+        steps = self._verbs.steps
+        known = {"key_0": key, "fence": fence, "owner": "bare", "step": name}
+        with self._connection.transaction():
+            (opened,) = self.execute(steps.open, **known, effect="transactional")
+            self._connection.execute("INSERT INTO entry (label) VALUES ('bare') RETURNING id").fetchone()
+            self.execute(steps.seal, **known, result="1", renew_at=opened[1])
+
+    def until_idle(self, limit: int) -> None:
+        """Claim and land until nothing is due."""
+        while runs := self.claim(limit):
+            self.land(runs)
+
+    def work(self, dsn: str, stopped: threading.Event) -> None:
+        """Listen, claim, carry out three steps, and land, until stopped."""
+        with psycopg.connect(dsn, autocommit=True) as listening:
+            listening.execute("LISTEN sqla_durable")
+            while not stopped.is_set():
+                for run in self.claim(1):
+                    for position in range(3):
+                        self.step(*run, str(position))
+                    self.land([run])
+                list(listening.notifies(timeout=0.2, stop_after=1))
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def throughput(engine: Engine, dsn: str) -> None:
     plans: Runs[Plan] = Runs(sessionmaker(engine), Plan, PlanStep)
-    bare = psycopg.connect(dsn, autocommit=True)
+    bare = Bare(plans, dsn)
     for concurrency, runs, limit in ((10, 5000, 0.5), (1, 1000, 0.6)):
         print(f"throughput at concurrency {concurrency}, bodies that do nothing, {runs} runs, {ROUNDS} rounds")
         worker = Worker(plans.handled_by(lambda run: None), concurrency=concurrency)
@@ -103,7 +126,7 @@ def throughput(engine: Engine, dsn: str) -> None:
             fill(engine, runs)
             rates["ours"].append(runs / timed(lambda: worker.run_due(timedelta(minutes=1))))  # noqa: B023
             fill(engine, runs)
-            rates["bare"].append(runs / timed(lambda: bare_loop(bare, concurrency)))  # noqa: B023
+            rates["bare"].append(runs / timed(lambda: bare.until_idle(concurrency)))  # noqa: B023
         for name, values in rates.items():
             print(f"  {name}: {statistics.median(values[1:]):,.0f} runs per second")
         ratio("runs per second", rates["ours"][1:], rates["bare"][1:], f"asked: at least {limit}")
@@ -126,26 +149,9 @@ def three_steps(run: Run[Plan]) -> None:
 
 
 @contextmanager
-def bare_worker(dsn: str) -> Iterator[None]:
-    """A worker by hand that does the same: listens, claims, three steps with receipts, lands."""
+def bare_worker(bare: Bare, dsn: str) -> Iterator[None]:
     stopped = threading.Event()
-
-    def work() -> None:
-        with psycopg.connect(dsn, autocommit=True) as listening, psycopg.connect(dsn, autocommit=True) as connection:
-            listening.execute("LISTEN sqla_durable")
-            claim: Any = CLAIM.format(limit=1)
-            while not stopped.is_set():
-                for ident, fence in connection.execute(claim).fetchall():
-                    for step in range(3):
-                        key = {"id": ident, "fence": fence, "step": str(step)}
-                        with connection.transaction():
-                            connection.execute(STEP, key)
-                            connection.execute("INSERT INTO entry (label) VALUES ('bare') RETURNING id").fetchone()
-                            connection.execute(SEAL, key)
-                    connection.execute(LAND, ([ident], [fence]))
-                list(listening.notifies(timeout=0.2, stop_after=1))
-
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=bare.work, args=(dsn, stopped))
     thread.start()
     time.sleep(0.5)
     yield
@@ -189,13 +195,15 @@ def start_to_finish(engine: Engine, starts: int) -> list[float]:
 def latency(engine: Engine, dsn: str) -> None:
     plans: Runs[Plan] = Runs(sessionmaker(engine), Plan, PlanStep)
     fill(engine, 0)
+    by_hand = Bare(plans, dsn)
     ours: list[float] = []
     bare: list[float] = []
     for _ in range(ROUNDS):
         with our_worker(plans):
             ours.append(statistics.median(start_to_finish(engine, 60)[10:]))
-        with bare_worker(dsn):
+        with bare_worker(by_hand, dsn):
             bare.append(statistics.median(start_to_finish(engine, 60)[10:]))
+    by_hand.close()
     print(f"start to finish of a run of three steps on an idle worker, p50 of 50, {ROUNDS} rounds")
     print(f"  ours: {statistics.median(ours):.2f} ms; bare: {statistics.median(bare):.2f} ms")
     ratio("p50", ours, bare, "asked: at most 1.5")
