@@ -74,10 +74,7 @@ def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome | N
     except BaseException as interruption:
         if isinstance(interruption, Exception):
             raise
-        if holder.lost is not None and not isinstance(holder.lost, Suspended):
-            return _ended(holder, interruption)
-        let_go(holder)
-        raise
+        return _interrupted(holder, interruption)
 
 
 def finished(holder: Holder[Any], unknown: RetryableError | None = None) -> Outcome:
@@ -87,7 +84,20 @@ def finished(holder: Holder[Any], unknown: RetryableError | None = None) -> Outc
     """
     if unknown is not None and not holder.ended:
         return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=unknown)
-    return _ended(holder, None)
+    try:
+        return _ended(holder, None)
+    except BaseException as interruption:
+        if isinstance(interruption, Exception):
+            raise
+        return _interrupted(holder, interruption)
+
+
+def _interrupted(holder: Holder[Any], interruption: BaseException) -> Outcome:
+    """Release an interrupted run, and pass the interruption on; one whose holder has lost it has ended."""
+    if holder.lost is not None and not isinstance(holder.lost, Suspended):
+        return _ended(holder, interruption)
+    let_go(holder)
+    raise interruption
 
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
