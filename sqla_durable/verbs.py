@@ -98,7 +98,7 @@ class Verbs(Generic[RunT]):
         holders = _batch(
             self._holder(
                 lease,
-                partial(self._instance, load),
+                partial(self._loading.instance, load),
                 known,
                 values[self.runs.cancel_requested_at],
                 values[self.runs.created_at],
@@ -419,9 +419,6 @@ class Verbs(Generic[RunT]):
     def _own(self, row: Sequence[Any], types: Sequence[Any]) -> _Values:
         at, loader = self._own_loader
         return loader.load([row[position] for position in at], [types[position] for position in at])
-
-    def _instance(self, load: Callable[[], _Values]) -> RunT:
-        return self._loading.instance(load())
 
     def _summary(self, row: AnyRow) -> RunSummary:
         return listing.summary_of(row, self.store.name, len(self.runs.key))
