@@ -192,6 +192,7 @@ class Dispatcher:
 
     def _dispatch(self) -> None:
         while not self._over():
+            ended = self.endings.total()
             with self._claiming:
                 self._fill()
             if self._more:
@@ -199,6 +200,8 @@ class Dispatcher:
             elif self._until is None:
                 pause = self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - a spread, no secret
                 self._wait(pause, *self._rests(), for_slot=False)
+            elif self.endings.total() != ended:
+                continue  # it may have left something that is due, which the claim did not see
             elif self._active or self._rests():
                 self._wait(*self._rests(), for_slot=True)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -44,6 +45,7 @@ from sqla_durable.step import Recorded, Steps, replayed
 from sqla_durable.store import Store
 
 ValueT = TypeVar("ValueT")
+_log = logging.getLogger("sqla_durable")
 _MOMENT = 0.05
 _REMEMBERED = 100
 _inside: ContextVar[_Body | None] = ContextVar("sqla_durable_step", default=None)
@@ -406,6 +408,8 @@ class Holder(Generic[RunT]):
                     self._show(landed)
             except RetryableError as error:
                 unknown = error
+            except Exception:  # noqa: BLE001 - raised by a hook of the user's; finish() says what is the matter
+                _log.warning("whether %r has landed could not be read", self.lease, exc_info=True)
             self._ending = False
             return then(unknown)
 

@@ -143,9 +143,16 @@ class Landings:
         for landing in group:
             if landing.gate is not None and not landing.leads:
                 landing.gate.open()
-        told = [landing.then() for landing in group if landing.then is not None]
+        told = [landing.then() for landing in group if landing.then is not None and landing.answer is not None]
         for afterwards in dict.fromkeys(told):
             afterwards()
+        # The others are landed by statements of their own, each of which may wait for a lock on its row: one after the
+        # other, a lock on one row would hold up all of them.
+        left = [landing.then for landing in group if landing.then is not None and landing.answer is None]
+        for then in left[1:]:
+            threading.Thread(target=_conclude, args=(then,), name="sqla_durable landing", daemon=True).start()
+        for then in left[:1]:
+            _conclude(then)
 
     def _hand_over(self) -> None:
         """Hand the lead to the first that waits in person, or let it go."""
@@ -166,8 +173,15 @@ class Landings:
             landed = dict.fromkeys((landing.lease.identity for landing in group), unavailable)
         except (DurableError, SQLAlchemyError):
             landed = {}  # each is landed, or refused, on its own
+        except Exception:  # noqa: BLE001 - a hook of the user's may raise anything, and after the landing, too
+            return
+        # Two holders of one run may be in one group, of which the one with the older fence has lost its lease.
+        newest: dict[Any, int] = {}
         for landing in group:
-            landing.answer = landed.get(landing.lease.identity)
+            newest[landing.lease.identity] = max(landing.lease.fence, newest.get(landing.lease.identity, 0))
+        for landing in group:
+            if landing.lease.fence == newest[landing.lease.identity]:
+                landing.answer = landed.get(landing.lease.identity)
             landing.told = True
 
     def _land(self, connection: Connection, leases: Sequence[Lease]) -> dict[Any, Landed]:
@@ -199,3 +213,7 @@ class Landings:
     @cached_property
     def _loader(self) -> Loader:
         return Loader(fence.landed(self._store.runs), self._store.engine.dialect)
+
+
+def _conclude(then: Callable[[], Callable[[], None]]) -> None:
+    then()()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Generic, cast
 
@@ -48,8 +48,12 @@ class Loading(Generic[RunT]):
     def _is_plain(self, column: ColumnProperty[Any]) -> bool:
         return not column.deferred and len(column.columns) == 1 and column.columns[0] in self._runs.table.c.values()
 
-    def instance(self, values: Mapping[Column[Any], Any]) -> RunT:
-        """Return the detached object of a row."""
+    def instance(self, load: Callable[[], Mapping[Column[Any], Any]]) -> RunT:
+        """Return the detached object of a row.
+
+        :param load: returns the row's values, or raises what the type of one of them has against it.
+        """
+        values = load()
         manager: Any = self._runs.mapper.class_manager
         made = cast(RunT, manager.new_instance())
         self._runs.show(made, values)  # a table may have columns that the class does not map

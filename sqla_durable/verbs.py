@@ -19,7 +19,7 @@ from sqla_durable import claim, fence, intent, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RetryableError, RunInFlight, RunNotFound, StepReused, UsageError
-from sqla_durable.execution import Ending, Outcome, carry_out, finished
+from sqla_durable.execution import Ending, Outcome, carry_out, finished, let_go
 from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
@@ -39,7 +39,9 @@ from sqla_durable.step import Steps
 from sqla_durable.store import Store
 
 _LIMITS = 64
-_Claimed = tuple[int, list[Mapping[Column[Any], Any]]]
+_Values = Mapping[Column[Any], Any]
+_Row = tuple[_Values, Callable[[], _Values]]
+_Claimed = tuple[int, list[_Row]]
 
 
 class Verbs(Generic[RunT]):
@@ -90,18 +92,18 @@ class Verbs(Generic[RunT]):
         claimed = self._claim_rows(
             limit, lambda limit: self.store.single(lambda connection: self._claim_once(connection, limit), fit=True)
         )
-        leases = [self._lease_of(values) for values in claimed]
+        leases = [self._lease_of(values) for values, _ in claimed]
         again = [lease.identity for lease in leases if _has_receipts(lease)]
         known = self.store.single(lambda connection: self._known(connection, again)) if again else {}
         holders = _batch(
             self._holder(
                 lease,
-                partial(self._loading.instance, values),
+                partial(self._loading.instance, load),
                 known,
                 values[self.runs.cancel_requested_at],
                 values[self.runs.created_at],
             )
-            for lease, values in zip(leases, claimed, strict=True)
+            for lease, (values, load) in zip(leases, claimed, strict=True)
         )
         for holder in holders:
             holder.claimed_at = sent
@@ -166,6 +168,10 @@ class Verbs(Generic[RunT]):
         """
         try:
             return finished(holder, unknown)
+        except BaseException as interruption:
+            if not isinstance(interruption, Exception):
+                let_go(holder)
+            raise
         finally:
             self._leave(holder)
 
@@ -386,11 +392,11 @@ class Verbs(Generic[RunT]):
 
     def _claim_in_transaction(self, limit: int, session: Session, connection: Connection) -> list[Holder[RunT]]:
         claimed = self._claim_rows(limit, lambda limit: self._claim_once(connection, limit))
-        return self._holders(session, connection, [self._lease_of(values) for values in claimed])
+        return self._holders(session, connection, [self._lease_of(values) for values, _ in claimed])
 
-    def _claim_rows(self, limit: int, claim_once: Callable[[int], _Claimed]) -> list[Mapping[Column[Any], Any]]:
+    def _claim_rows(self, limit: int, claim_once: Callable[[int], _Claimed]) -> list[_Row]:
         """Claim what is due, and what was reaped on the way and is due again."""
-        claimed: list[Mapping[Column[Any], Any]] = []
+        claimed: list[_Row] = []
         while True:
             try:
                 reaped, more = claim_once(limit - len(claimed))
@@ -403,11 +409,20 @@ class Verbs(Generic[RunT]):
                 return claimed
 
     def _claim_once(self, connection: Connection, limit: int) -> _Claimed:
-        """Return how many runs were reaped, and the rows of those that were claimed."""
+        """Return how many runs were reaped, and the rows of those that were claimed.
+
+        Of a row only the library's own columns are loaded at once: a value of the user's that its type refuses is for
+        that one run's handler to meet, and not for all that were claimed with it.
+        """
         statement = self._claim_due(limit)
         rows = statement.rows(connection, arguments(owner=self.owner))
         found = rows if rows[0][self._fence_at] is not None else ()
-        return rows[0][0], [self._loader.load(row[1:], statement.types[1:]) for row in found]
+        types = statement.types[1:]
+        return rows[0][0], [(self._own(row[1:], types), partial(self._loader.load, row[1:], types)) for row in found]
+
+    def _own(self, row: Sequence[Any], types: Sequence[Any]) -> _Values:
+        at, loader = self._own_loader
+        return loader.load([row[position] for position in at], [types[position] for position in at])
 
     def _summary(self, row: AnyRow) -> RunSummary:
         return listing.summary_of(row, self.store.name, len(self.runs.key))
@@ -416,7 +431,7 @@ class Verbs(Generic[RunT]):
         *key, number, attempt = row
         return self.store.lease(tuple(key), number, attempt, self.owner)
 
-    def _lease_of(self, values: Mapping[Column[Any], Any]) -> Lease:
+    def _lease_of(self, values: _Values) -> Lease:
         identity = tuple(values[column] for column in self.runs.key)
         return self.store.lease(identity, values[self.runs.fence], values[self.runs.attempts], self.owner)
 
@@ -501,6 +516,13 @@ class Verbs(Generic[RunT]):
     @cached_property
     def _loader(self) -> Loader:
         return Loader(list(self.runs.table.columns), self.store.engine.dialect)
+
+    @cached_property
+    def _own_loader(self) -> tuple[list[int], Loader]:
+        runs = self.runs
+        columns = [*runs.key, runs.fence, runs.attempts, runs.cancel_requested_at, runs.created_at]
+        every = list(runs.table.columns)
+        return [every.index(column) for column in columns], Loader(columns, self.store.engine.dialect)
 
     @cached_property
     def _fence_at(self) -> int:

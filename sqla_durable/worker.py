@@ -139,27 +139,29 @@ class _Threads:
 
     def _take_turns(self) -> None:
         while self._turns.get():
-            with suppress(IndexError):
-                while True:
-                    claimed = self._claimed.popleft()
-                    if self._claimed:
-                        self._call_up()
-                    _carry_out(*claimed)
+            while (claimed := self._next()) is not None:
+                if self._claimed:
+                    self._call_up()
+                _carry_out(*claimed)
+
+    def _next(self) -> tuple[AnyWork, Holder[Any], Ended] | None:
+        with suppress(IndexError):
+            return self._claimed.popleft()
+        return None
 
 
 def _carry_out(work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
+    outcome = None
     try:
         outcome = work.execute(holder)
+        if outcome is None:
+            # Not waited for: the thread of whoever lands it goes on from there.
+            holder.land_later(partial(_conclude, work, holder, ended))
+            return
+        report(work, holder, outcome)
     except BaseException:  # noqa: BLE001 - one failing run never stops the others
         log.exception("%r of %r was interrupted", holder.lease, work)
-        ended(holder, None)()
-        return
-    if outcome is None:
-        # Not waited for: the thread of whoever lands it goes on from there.
-        holder.land_later(partial(_conclude, work, holder, ended))
-    else:
-        report(work, holder, outcome)
-        ended(holder, outcome)()
+    ended(holder, outcome)()
 
 
 def _conclude(work: AnyWork, holder: Holder[Any], ended: Ended, unknown: RetryableError | None) -> Callable[[], None]:

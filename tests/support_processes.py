@@ -88,7 +88,8 @@ class Program:
 
 def say(value: object) -> None:
     """In a program: write one line to the test."""
-    print(json.dumps(value), flush=True)
+    # The end of the line with the rest: print() writes it on its own, and threads come in between.
+    print(json.dumps(value) + "\n", end="", flush=True)
 
 
 def hear() -> Any:

@@ -216,6 +216,17 @@ def end_waiting(engine: Engine) -> None:
     assert ended
 
 
+def test_of_two_holders_of_one_run_in_a_group_the_stale_one_is_told_that_it_lost(
+    engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan]
+) -> None:
+    ahead, stale = claimed(plans, session_factory, 2)
+    let_lapse(session_factory, stale.lease.identity[0])
+    current = plans.claim(stale.lease.identity)
+    assert current is not None
+    results, _ = told([ahead, stale, current], plans, engine, lambda: None)
+    assert results == [PlanStatus.EXECUTED, LostLease, PlanStatus.EXECUTED]
+
+
 # over asyncio
 
 
