@@ -126,7 +126,8 @@ class _Source:
         except RetryableError as error:
             self._outages += 1
             self._rests_until = time.monotonic() + seconds(OUTAGES, self._outages)
-            log.warning("claiming for %r waits for the database: %s", self.work, error)
+            name, why = self.work.verbs.runs.entity.__name__, " ".join(str(error).split())
+            log.warning("claiming %s waits for the database: %s", name, why)
             return []
         self._outages = 0
         return claimed

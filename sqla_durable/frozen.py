@@ -60,9 +60,11 @@ def _guard_flushes(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[An
         if not changed:
             return
         with translated():
-            found: Any = connection.execute(committed, rows.parameters(inspect(row).identity)).scalar_one_or_none()
+            identity = inspect(row).identity
+            found: Any = connection.execute(committed, rows.parameters(identity)).scalar_one_or_none()
         if found is not None and found not in lifecycle.drafts:
-            raise _refusal(repr(row), lifecycle, changed, {found})
+            shown = identity[0] if len(identity) == 1 else identity
+            raise _refusal(f"{type(row).__name__} {shown}", lifecycle, changed, {found})
 
     event.listen(rows.entity, "before_update", keep_payload, propagate=True)
 

@@ -166,7 +166,7 @@ class Operation(Generic[IdsT, ResultT]):
                 self._intents.withdraw(holder.lease, name)
                 holder.receipts.pop(name, None)
                 raise
-            raise self._unknown(name, f"start() raised {_said(error)}, which may be before or after") from error
+            raise self._unknown(name, f"start() raised {_said(error)}, before or after the service took it") from error
 
     def _attached(self, issued: Receipt, ids: IdsT) -> tuple[Receipt, IdsT]:
         """Record the ids; those that would not come back equal, too, since nobody else knows them."""
@@ -289,5 +289,5 @@ class Operation(Generic[IdsT, ResultT]):
 
 
 def _said(error: Exception) -> str:
-    said = f"{type(error).__qualname__}: {error}"
+    said = f"{type(error).__qualname__}: {error}".removesuffix(": ")
     return f"{said:.{_SHOWN}}"

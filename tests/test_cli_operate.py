@@ -58,10 +58,10 @@ def test_runs_are_requeued_and_what_is_refused_is_said(
     ended = call("requeue", target, done, other, missing, failed)
     assert (ended.exit_code, ended.stderr) == (1, "")
     assert ended.stdout.splitlines() == [
-        f"{done}: not requeued; it is executed",
+        f"{done}: not requeued; it is executed; its lifecycle allows this from dead, failed",
         f"{other}: requeued; it is approved",
         f"{missing}: not requeued; there is no such Plan",
-        f"{failed}: not requeued; it is approved",
+        f"{failed}: not requeued; it is approved; its lifecycle allows this from dead, failed",
     ]
     assert statuses(engine, done, other) == [PlanStatus.EXECUTED, PlanStatus.APPROVED]
 

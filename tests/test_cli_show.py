@@ -69,7 +69,8 @@ def test_a_run_is_shown_with_its_columns_failures_and_receipts(
     assert header == ["at", "attempt", "error"]
     assert attempt == "1"
     assert at.endswith("s ago")
-    assert error == found["error"]
+    assert found["error"].startswith(error.removesuffix("..."))
+    assert "SELECT 1 / 0" in found["error"], "it is shown in full, on one line"
     header, first, call, last = part(shown, "Receipts")
     assert header == ["step", "at", "effect", "fence", "outcome", "result"]
     assert first[0] == "first"
@@ -78,7 +79,7 @@ def test_a_run_is_shown_with_its_columns_failures_and_receipts(
     assert re.fullmatch(r"\+[\d.]+s", call[1])
     assert call[2:] == ["external", "1", "succeeded", f"{'x' * 200} ..."]
     assert last[2:5] == ["transactional", "1", "failed"]
-    assert last[5] == found["error"]
+    assert last[5] == error
 
 
 def test_its_json_has_everything(target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]) -> None:
@@ -161,6 +162,20 @@ def test_a_look_at_a_lapsed_run_says_so_and_heals_nothing(
         assert re.fullmatch(r"lapsed \S+ \S+, [\d.]+s ago; nobody has reaped it yet", pairs(shown)["lease"])
     (record,) = lines("show", target, ident)
     assert (record["status"], record["lapsed"]) == ("executing", True)
+
+
+def test_a_run_that_was_reaped_has_no_holder(
+    target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]
+) -> None:
+    ident = approved_plan(session_factory)
+    plans.claim(ident)
+    assert "  me" in answered("runs", target)
+    let_lapse(session_factory, ident)
+    plans.reap()
+    assert "holder" not in pairs(answered("show", target, ident))
+    assert "  me" not in answered("runs", target)
+    (record,) = lines("runs", target)
+    assert record["lease_owner"] == "me", "its last owner is there for programs"
 
 
 def test_a_run_that_waits_says_when_it_is_due(

@@ -119,8 +119,35 @@ def test_an_error_of_ours_that_ends_it_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "sqla-durable worker: the database is away\n")
 
 
-@pytest.mark.parametrize("given", [Runs, object(), "text", lambda: None])
+@pytest.mark.parametrize("given", [Runs, object(), "text", lambda: 7])
 def test_what_is_no_worker_is_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
     exit_code, line = refused("worker", f"{importable(monkeypatch, given=given)}:given")
     assert exit_code == 2
     assert line.endswith("; expected a Worker, an AsyncWorker, or a callable that returns one of these.")
+
+
+def test_a_callable_that_returns_nothing_is_told_from_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importable(monkeypatch, main=lambda: None)
+    exit_code, line = refused("worker", f"{module}:main")
+    assert exit_code == 2
+    assert f"calling {module}:main returned None. If that does all of the work itself, start it with Python" in line
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [("sync", "sqla_durable.Worker"), ("asyncio", "sqla_durable.asyncio.AsyncWorker")]
+)
+def test_a_worker_without_its_tables_says_what_to_do_in_one_line(
+    tmp_path: Path, empty_url: str, form: str, kind: str
+) -> None:
+    (tmp_path / "app.py").write_text(
+        "import sqla_durable.asyncio\n"
+        "from sqlalchemy import create_engine\n"
+        "from tests.support_cli import made\n"
+        f"runs = made({form!r}, create_engine({empty_url!r}))\n"
+        f"worker = {kind}(runs.handled_by(print))\n"
+    )
+    done = real("worker", "app:worker", cwd=tmp_path)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith('sqla-durable worker: relation "plan" does not exist; create the tables first')
+    assert "Traceback" not in done.stderr

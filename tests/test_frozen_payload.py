@@ -106,7 +106,9 @@ def test_the_payload_of_what_is_no_draft_any_more_does_not(
     name = "title" if change is rename else "actions"
     with session_factory() as session:
         change(session.get_one(Consent, ident))
-        with pytest.raises(FrozenPayload, match=f"^{name} of .* cannot change in {status.value}: .* only while it is"):
+        with pytest.raises(
+            FrozenPayload, match=f"^{name} of Consent {ident} cannot change in {status.value}: .* only while it is"
+        ):
             session.flush()
     assert stored(engine, ident) == before
 

@@ -22,10 +22,11 @@ from tests.support_races import LOST, WON, Party, install_gate, race
 #   reaped   ready, and the holder may resume it
 #   let-go   ready, without an owner
 #   requeued ready, in another life
-# The first always wins, except where the second does "instead". "yet" is a renewal that skips the locked row: it does not know of the loss yet, and the next
-# one does. Where both win, the second came lawfully after the first: a holder's renewal, then its step; a step that
-# is replayed from the receipt of the same holder's other thread; a reaped run that its holder resumes; an operator's
-# transition, which asks for no fence; a claim by id, which waits for the row of a lapsed run and then finds it ready.
+# The first always wins, except where the second does "instead". "yet" is a renewal that skips the locked row: it does
+# not know of the loss yet, and the next one does. Where both win, the second came lawfully after the first: a holder's
+# renewal, then its step; a step that is replayed from the receipt of the same holder's other thread; a reaped run that
+# its holder resumes; an operator's transition, which asks for no fence; a claim by id, which waits for the row of a
+# lapsed run and then finds it ready.
 
 RUNNING_BUT_LAPSED = """
            |step        |renew       |heal        |reap        |claim       |finish      |release     |transition

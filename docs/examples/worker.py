@@ -5,12 +5,8 @@ from carry_out_plan import carry_out, plans
 
 from sqla_durable import Worker
 
-
-def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    worker = Worker(plans.handled_by(carry_out), concurrency=10)
-    worker.run()
-
+worker = Worker(plans.handled_by(carry_out), concurrency=10)
 
 if __name__ == "__main__":
-    main()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    worker.run()

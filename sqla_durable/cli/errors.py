@@ -10,9 +10,15 @@ import typer
 from sqlalchemy.exc import DBAPIError
 
 from sqla_durable.cli.output import one_line
-from sqla_durable.exc import DurableError
+from sqla_durable.exc import DatabaseUnavailable, DurableError
+from sqla_durable.sqlstate import UNDEFINED_TABLE, sqlstate_of
 
 P = ParamSpec("P")
+
+_NO_TABLE = (
+    "; create the tables first, by your migrations or Base.metadata.create_all(engine), or check that the URL names "
+    "the right database"
+)
 
 
 class CommandError(Exception):
@@ -32,13 +38,25 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except CommandError as error:
             _end(command.__name__, str(error), 2)
+        except DatabaseUnavailable as error:
+            _end(command.__name__, _unreachable(error) or str(error), 1)
         except DurableError as error:
             _end(command.__name__, str(error), 1)
         except DBAPIError as error:
             # The message only: the lines after it repeat the statement.
-            _end(command.__name__, str(error.orig).partition("\n")[0], 1)
+            message = str(error.orig).partition("\n")[0]
+            _end(command.__name__, message + (_NO_TABLE if sqlstate_of(error) == UNDEFINED_TABLE else ""), 1)
 
     return reported
+
+
+def _unreachable(error: DatabaseUnavailable) -> str | None:
+    """Return what is said where there is no connection at all; None where a statement was cut off."""
+    cause = error.__cause__
+    # Without a statement the error is of connecting.
+    if not isinstance(cause, DBAPIError) or cause.statement is not None:
+        return None
+    return f"cannot reach the database: {cause.orig}; check DATABASE_URL or --url"
 
 
 def _refuse_bytes(arguments: Mapping[str, object]) -> None:

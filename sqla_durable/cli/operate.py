@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -11,6 +13,7 @@ from sqla_durable.cli.form import OpenRuns
 from sqla_durable.cli.idents import Idents as IdentsOf
 from sqla_durable.cli.options import AsJson, Idents, Target, Url
 from sqla_durable.cli.output import printable, write_json
+from sqla_durable.machine import names_of
 
 
 def requeue(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson = False) -> None:
@@ -19,7 +22,14 @@ def requeue(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson 
     Exit status 1 where one was not requeued.
     """
     with OpenRuns(target, url) as opened:
-        _each(opened, idents, opened.requeue, ("requeued", "not requeued"), as_json=as_json)
+        _each(
+            opened,
+            idents,
+            opened.requeue,
+            ("requeued", "not requeued"),
+            as_json=as_json,
+            taken_from=opened.rows.lifecycle.requeue,
+        )
 
 
 def cancel(target: Target, idents: Idents, *, url: Url = None, as_json: AsJson = False) -> None:
@@ -56,6 +66,7 @@ def _each(
     words: tuple[str, str],
     *,
     as_json: bool,
+    taken_from: AbstractSet[StrEnum] | None = None,
 ) -> None:
     idents = IdentsOf(opened.rows)
     refused = False
@@ -69,6 +80,8 @@ def _each(
             write_json({"ident": ident, words[0].replace(" ", "_"): won, "status": status})
         else:
             state = f"it is {status}" if status else f"there is no such {opened.name}"
+            if seen is not None and not won and taken_from is not None and seen.status not in taken_from:
+                state += f"; its lifecycle allows this from {names_of(taken_from) or 'no status'}"
             typer.echo(f"{printable(ident)}: {words[0] if won else words[1]}; {state}")
     if refused:
         raise typer.Exit(1)

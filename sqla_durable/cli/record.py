@@ -47,6 +47,11 @@ def status_of(summary: RunSummary) -> str:
     return f"{summary.status.value} ({', '.join(remarks)})" if remarks else summary.status.value
 
 
+def holder_of(summary: RunSummary) -> str:
+    """Return the name of who holds the run; nothing where nobody does, though a lapsed run keeps its last owner."""
+    return "" if summary.lease_expires_at is None else summary.lease_owner or ""
+
+
 def message_of(failure: Failure | None) -> str:
     """Return a failure in a line."""
     return "" if failure is None else f"{failure.type}: {failure.message}".removesuffix(": ")

@@ -15,7 +15,7 @@ from sqla_durable.cli.form import OpenRuns
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.options import AsJson, Target, Url, age
 from sqla_durable.cli.output import abbreviated, printable, say, write_json, write_table
-from sqla_durable.cli.record import message_of, record_of, status_of
+from sqla_durable.cli.record import holder_of, message_of, record_of, status_of
 from sqla_durable.listing import RunSummary
 
 
@@ -83,7 +83,7 @@ def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> Non
                 status_of(summary),
                 str(summary.attempts),
                 _since(summary.age),
-                abbreviated(summary.lease_owner or ""),
+                abbreviated(holder_of(summary)),
                 abbreviated(message_of(summary.failure)),
             )
             for summary in found

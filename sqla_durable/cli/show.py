@@ -15,8 +15,8 @@ from sqla_durable.cli.errors import CommandError
 from sqla_durable.cli.form import OpenRuns
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.options import AsJson, Target, Url
-from sqla_durable.cli.output import abbreviated, jsonable, printable, write_json, write_pairs, write_table
-from sqla_durable.cli.record import error_of, message_of, record_of, status_of, time_of
+from sqla_durable.cli.output import abbreviated, jsonable, one_line, printable, write_json, write_pairs, write_table
+from sqla_durable.cli.record import error_of, holder_of, message_of, record_of, status_of, time_of
 from sqla_durable.exc import RunNotFound, UsageError
 from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Receipt, StepOutcome
@@ -76,14 +76,14 @@ def _write_summary(summary: RunSummary, columns: Mapping[str, Any], *, ready: bo
     pairs = {
         "attempts": str(summary.attempts),
         "fence": str(summary.fence),
-        "holder": abbreviated(summary.lease_owner or ""),
+        "holder": abbreviated(holder_of(summary)),
         "lease": f"lapsed {lease}; nobody has reaped it yet" if summary.lapsed else lease and f"until {lease}",
         "created": time_of(summary.created_at, summary),
         "due": time_of(summary.available_at, summary) if ready else "",
         "started": time_of(summary.started_at, summary),
         "cancel requested": time_of(summary.cancel_requested_at, summary),
         "finished": time_of(summary.finished_at, summary),
-        "error": abbreviated(message_of(summary.failure)),
+        "error": one_line(message_of(summary.failure)),
         **{f".{name}": abbreviated(jsonable(value)) for name, value in columns.items()},
     }
     typer.echo()

@@ -31,6 +31,11 @@ def find(target: str, wanted: Callable[[object], bool], expected: str) -> Any:
     found = _load(target)
     if callable(found) and not isinstance(found, type) and not wanted(found):
         found = _called(target, found)
+        if found is None:
+            raise CommandError(
+                f"calling {target} returned None. If that does all of the work itself, start it with Python; otherwise "
+                f"have it return {expected}."
+            )
     if not wanted(found):
         raise CommandError(f"{target} is {found!r:.100}; expected {expected}.")
     return found
