@@ -19,7 +19,7 @@ from sqla_durable import claim, fence, intent, listing, reap, receipt
 from sqla_durable.caller import unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RetryableError, RunInFlight, RunNotFound, StepReused, UsageError
-from sqla_durable.execution import Ending, Outcome, carry_out, finished, let_go
+from sqla_durable.execution import Ending, Outcome, carry_out, finished
 from sqla_durable.failure import Failure
 from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
@@ -168,10 +168,6 @@ class Verbs(Generic[RunT]):
         """
         try:
             return finished(holder, unknown)
-        except BaseException as interruption:
-            if not isinstance(interruption, Exception):
-                let_go(holder)
-            raise
         finally:
             self._leave(holder)
 
