@@ -321,7 +321,12 @@ def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
             help_of_it = [sys.executable, "-m", module, subcommand, "--help"]
             assert subprocess.run(help_of_it, capture_output=True, timeout=60, check=False).returncode == 0
         case ["python", "-m", module, *_]:
-            assert (EXAMPLES / module / "__main__.py").exists() or importlib.util.find_spec(module) is not None
+            place = EXAMPLES / module.replace(".", "/")
+            assert (
+                place.with_suffix(".py").exists()
+                or (place / "__main__.py").exists()
+                or importlib.util.find_spec(module) is not None
+            )
         case ["python", "-i", "-c", *_]:
             compile(command.split('"')[1], page, "exec")
         case ["pytest" | "ruff" | "mypy" | "pyright" | "lint-imports" | "sphinx-build" | "pre-commit" as tool, *_]:

@@ -18,24 +18,6 @@ from tests.test_docs import DOCS, EXAMPLES, ROOT, blocks
 HOWTO = DOCS / "howto" / "command-line.md"
 REFERENCE = DOCS / "reference" / "command-line.md"
 
-PREPARE = """
-from carry_out_plan import Base, Plan, Account, carry_out, engine, new_session, plans
-from sqla_durable.testing import lapse
-
-Base.metadata.create_all(engine)
-with new_session.begin() as session:
-    session.add_all([Account(name="ada", balance=100), Account(name="ben", balance=0)])
-for number, amounts in enumerate([[30], [60, 60], [5], [5]], 1):
-    with new_session.begin() as session:
-        transfers = [{"payer": "ada", "payee": "ben", "amount": amount} for amount in amounts]
-        session.add(Plan(id=number, status="approved", transfers=transfers))
-for number in (1, 2):
-    plans.execute(number, carry_out)
-assert plans.claim(3)
-with new_session.begin() as session:
-    lapse(session, Plan, 3)
-"""
-
 
 @pytest.fixture
 def shell(empty_url: str, tmp_path: Path) -> dict[str, str]:
@@ -50,7 +32,8 @@ def shell(empty_url: str, tmp_path: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
-    subprocess.run([sys.executable, "-c", PREPARE], cwd=EXAMPLES, env=environment, check=True, capture_output=True)
+    prepare, *_ = blocks(HOWTO, "python")
+    subprocess.run([sys.executable, "-c", prepare.text], cwd=EXAMPLES, env=environment, check=True, capture_output=True)
     return environment
 
 

@@ -496,7 +496,7 @@ def test_the_session_of_the_page_is_what_the_server_answers(server: Server, engi
     (tmp_path / "approved_plan").symlink_to(EXAMPLES / "approved_plan")
     exports: list[str] = []
     expected, actual = Lasting(), Lasting()
-    assert len(session()) == 10
+    assert len(session()) == 11
     for command, output in session():
         wanted = expected(output)
         here = command.replace("localhost:8000", server.address)

@@ -251,6 +251,32 @@ def test_a_lost_answer_leaves_an_unknown_outcome_that_an_operator_resolves(
     check_success(app, service, ident, project)
 
 
+def test_a_request_that_was_made_before_is_answered_while_another_outcome_is_unknown(
+    app: App, service: Service, project: str
+) -> None:
+    service.conduct(project, takes=0)
+    with app.worker():
+        first = app.request(project, key="first")
+        app.wait_for(first, "succeeded")
+        service.conduct(project, takes=0, loses_answers=True)
+        second = app.request(project, key="second")
+        app.wait_for(second, "failed")
+    assert [app.request(project, key=key) for key in ("first", "second")] == [first, second]
+    with pytest.raises(app.modules["request"].Unresolved, match=f"reset {second} is unknown"):
+        app.request(project, key="third")
+
+
+@pytest.mark.parametrize("command", ["operations 99", "attach 99 op-3", "never-issued 99"])
+def test_a_reset_that_there_is_not_is_said(app: App, command: str) -> None:
+    assert app.shell(f"python -m {NAME} {command}") == "there is no reset 99\n"
+
+
+def test_an_address_that_is_not_set_is_asked_for(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOSTING_URL")
+    with pytest.raises(SystemExit, match="set HOSTING_URL to where"):
+        app.modules["hosting"].Hosting()
+
+
 def test_what_was_certainly_not_issued_is_issued_later(app: App, service: Service, project: str) -> None:
     service.conduct(project, takes=0)
     service.kill()
@@ -419,7 +445,7 @@ def same_each_time(output: str) -> list[str]:
 @pytest.mark.slow
 def test_the_output_of_each_command_is_what_the_page_shows(app: App, tmp_path: Path) -> None:
     commands = session()
-    assert len(commands) == 13
+    assert len(commands) == 14
     with closing(Service(tmp_path)) as service, app.worker(url=service.url):
         service.start()
         service.conduct("acme", takes=FOR_EVER)

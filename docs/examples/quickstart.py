@@ -33,7 +33,7 @@ class Base(DeclarativeBase):
 
 
 class Plan(RunMixin, Base):  # your table; the mixin adds a lease, a fence and a few more columns
-    __tablename__ = "plan"
+    __tablename__ = "quickstart_plan"
     __lifecycle__ = Lifecycle(
         plan_statuses,
         ready=PlanStatus.APPROVED,
@@ -48,11 +48,11 @@ class Plan(RunMixin, Base):  # your table; the mixin adds a lease, a fence and a
 
 
 class PlanStep(ReceiptMixin[Plan], Base):  # one row for each step that is done
-    __tablename__ = "plan_step"
+    __tablename__ = "quickstart_plan_step"
 
 
 class Entry(Base):  # what the steps are for
-    __tablename__ = "entry"
+    __tablename__ = "quickstart_entry"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     text: Mapped[str]

@@ -153,6 +153,8 @@ class Show:
         inside = sum(kill.inside for kill in kills)
         survived = f"{_many(len(kills), 'kill')}, {inside} of them inside a transaction; " if kills else ""
         how = f"{survived}{_many(sight.attempts, 'attempt')}, fence {sight.fence}"
+        if kills and sight.attempts <= len(kills):
+            how += " (a kill before the claim or after the landing calls for no further attempt)"
         if sight.error is None and not any(tally.faults for tally in tallies):
             self._print(Text(f"✓ {_praised(self._actions)}: {how}.", "bold green"))
         else:

@@ -6,7 +6,7 @@ import sys
 
 from sqla_durable import KeyConflict, RunInFlight
 
-from .database import create_tables, engine
+from .database import create_tables, engine, resets
 from .hosting import Hosting
 from .request import Unresolved, request_reset
 from .resolve import attach, never_issued, unclaimed
@@ -20,7 +20,7 @@ def arguments() -> argparse.Namespace:
     request.add_argument("branch")
     request.add_argument("key", help="the same for the same request, however often it is made")
     for name, help_ in {
-        "operations": "list what the service has and no reset of ours",
+        "operations": "list the service's operations on its project that none of our resets knows",
         "attach": "say that the service has a reset",
         "never-issued": "say that it certainly does not",
     }.items():
@@ -50,9 +50,12 @@ async def operations(reset_id: int) -> bool:
 
 async def main(given: argparse.Namespace) -> bool:
     try:
+        if given.command == "request":
+            return await request(given.project, given.branch, given.key)
+        if await resets.describe(given.reset) is None:
+            print(f"there is no reset {given.reset}")
+            return False
         match given.command:
-            case "request":
-                return await request(given.project, given.branch, given.key)
             case "operations":
                 return await operations(given.reset)
             case "attach":

@@ -47,7 +47,9 @@ class Hosting:
     def __init__(self, url: str | None = None, timeout: float = 2.0) -> None:
         # A connection that is used again may turn out to be closed when the request is on its way already.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.AsyncClient(base_url=url or os.environ["HOSTING_URL"], timeout=timeout, limits=limits)
+        if not (url := url or os.environ.get("HOSTING_URL")):
+            raise SystemExit("set HOSTING_URL to where the hosting API is, as in http://127.0.0.1:8070")
+        self._client = httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits)
 
     async def __aenter__(self) -> Self:
         return self

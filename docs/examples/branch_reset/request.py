@@ -6,7 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqla_durable import StepOutcome
 
 from .database import new_session, resets
-from .models import Branch, Reset, ResetStep
+from .models import Branch, Reset, ResetStatus, ResetStep
 
 
 class Unresolved(Exception):
@@ -24,7 +24,8 @@ async def request_reset(project: str, name: str, key: str) -> Reset:
         if await session.get(Branch, (project, name)) is None:
             session.add(Branch(project=project, name=name))
         reset = await resets.start(session, key=key, project=project, branch=name)
-        await refuse_unresolved(session, reset)
+        if reset.status is ResetStatus.QUEUED and reset.fence == 0:  # else it was there before
+            await refuse_unresolved(session, reset)
         return reset
 
 
