@@ -100,7 +100,7 @@ class Insertion:
             rows = Rows(self._mapper.class_, table)
             self._insert(rows, self._collect(rows), (), on_conflict=False)
         self._mapper.dispatch.after_insert(self._mapper, self._connection, self._state)
-        cast("Any", self._session)._register_persistent({self._state})  # noqa: SLF001
+        cast("Any", self._session)._register_persistent({self._state})
 
     def discard(self) -> None:
         """Take the object out of the session, and back what its construction did to objects that are in it."""
@@ -128,7 +128,7 @@ class Insertion:
 
     def _tables(self) -> list[Table]:
         """The tables of the class, the root first."""
-        every: Mapping[Table, Any] = self._mapper.base_mapper._sorted_tables  # noqa: SLF001
+        every: Mapping[Table, Any] = self._mapper.base_mapper._sorted_tables
         return [table for table in every if table in self._mapper.tables]
 
     def _collect(self, rows: Rows[Any]) -> dict[Column[Any], Any]:
@@ -136,7 +136,7 @@ class Insertion:
         states = [(self._state, self._state.dict, self._mapper, self._connection)]
         columns = rows.table.columns
         values: dict[Column[Any], Any] = {}
-        for command in _work._collect_insert_commands(rows.table, states):  # noqa: SLF001
+        for command in _work._collect_insert_commands(rows.table, states):
             values |= {columns[key]: value for key, value in command[2].items()} | command[5]
         return values
 
@@ -176,7 +176,7 @@ class Insertion:
                 loaded.append(attribute)
         if loaded:
             self._mapper.class_manager.dispatch.refresh_flush(self._state, None, loaded)
-        for mapper, pairs in self._mapper._table_to_equated[rows.table]:  # noqa: SLF001
+        for mapper, pairs in self._mapper._table_to_equated[rows.table]:
             for column, equal in pairs:
                 value = getattr(self.instance, mapper.get_property_by_column(column).key)
                 set_committed_value(self.instance, mapper.get_property_by_column(equal).key, value)

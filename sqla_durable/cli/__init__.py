@@ -26,15 +26,15 @@ def make_app() -> typer.Typer:
     :raises SystemExit: where the extra ``cli`` is not installed; the message says how to install it.
     """
     with needing("cli"):
-        import typer  # noqa: PLC0415
+        import typer
 
-        from sqla_durable.cli.diagram import diagram  # noqa: PLC0415
-        from sqla_durable.cli.errors import reporting  # noqa: PLC0415
-        from sqla_durable.cli.operate import cancel, reap, requeue  # noqa: PLC0415
-        from sqla_durable.cli.runs import runs  # noqa: PLC0415
-        from sqla_durable.cli.show import show  # noqa: PLC0415
-        from sqla_durable.cli.worker import worker  # noqa: PLC0415
-        from sqla_durable.demo.command import demo  # noqa: PLC0415
+        from sqla_durable.cli.diagram import diagram
+        from sqla_durable.cli.errors import reporting
+        from sqla_durable.cli.operate import cancel, reap, requeue
+        from sqla_durable.cli.runs import runs
+        from sqla_durable.cli.show import show
+        from sqla_durable.cli.worker import worker
+        from sqla_durable.demo.command import demo
 
     app = typer.Typer(name="sqla-durable", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -98,8 +98,8 @@ class OpenRuns:
 
 def new_loop() -> asyncio.Runner:
     """Return a loop for one command."""
-    import asyncio  # noqa: PLC0415
-    import sys  # noqa: PLC0415
+    import asyncio
+    import sys
 
     # psycopg cannot wait on a proactor, which is what Windows has.
     return asyncio.Runner(loop_factory=asyncio.SelectorEventLoop if sys.platform == "win32" else None)
