@@ -295,7 +295,7 @@ class Runs(Generic[RunT]):
         :param lease: what :attr:`.Run.lease` was in the process that claimed the run.
         :raises LostLease: where the fence has moved on, or the lease was released.
         """
-        return Run(self._verbs.hold(lease))
+        return Run(self._verbs.claims.held(lease))
 
     def execute(self, target: object, handler: Callable[[Run[RunT]], object], *, run_now: bool = False) -> Outcome:
         """Carry a run out: claim it, keep its lease alive, call the handler, and land the run.

@@ -60,7 +60,7 @@ def landings(sent: Sent) -> list[str]:
 
 
 def waiting(plans: Runs[Plan], count: int) -> None:
-    landing = plans._verbs.landings
+    landing = plans._verbs.claims.landings
     eventually(lambda: len(landing._waiting) == count, f"{count} runs that wait for the next landing")
 
 
@@ -97,7 +97,7 @@ def test_what_finishes_while_a_landing_is_under_way_shares_the_next_one(
     assert results == [PlanStatus.EXECUTED] * 6
     assert statuses(engine, runs) == [PlanStatus.EXECUTED] * 6
     assert len(landings(sent)) == 2
-    assert plans._verbs.landings._led is False
+    assert plans._verbs.claims.landings._led is False
 
 
 def test_nothing_waits_for_a_group_to_fill(
@@ -201,8 +201,8 @@ def test_a_backend_that_ends_in_a_group_landing_leaves_none_of_the_group_waiting
 
     results, _ = told(runs, plans, engine, meanwhile)
     assert results == [DatabaseUnavailable] * 3
-    assert plans._verbs.landings._led is False
-    assert plans._verbs.landings._waiting == []
+    assert plans._verbs.claims.landings._led is False
+    assert plans._verbs.claims.landings._waiting == []
     assert [plans.execute(run, lambda run: None).status for run in runs] == [PlanStatus.EXECUTED] * 3
 
 
@@ -243,7 +243,7 @@ def scenario(
     async def main() -> tuple[list[Any], AsyncRuns[Plan]]:
         plans = AsyncRuns(async_sessionmaker(async_first), Plan, PlanStep)
         runs = await plans.claim_due(len(idents))
-        queue = plans._verbs.landings
+        queue = plans._verbs.claims.landings
 
         async def until(condition: Callable[[], bool]) -> None:
             async with asyncio.timeout(20):
@@ -277,8 +277,8 @@ def test_whoever_is_cancelled_takes_no_other_with_it(
     assert [result for at, result in enumerate(results) if at != cancelled] == [PlanStatus.EXECUTED] * 3
     landed = [column(engine, ident, "status") for ident in idents]
     assert landed.count(PlanStatus.EXECUTED) >= 3
-    assert plans._verbs.landings._led is False
-    assert plans._verbs.landings._waiting == []
+    assert plans._verbs.claims.landings._led is False
+    assert plans._verbs.claims.landings._waiting == []
 
 
 def test_one_whose_group_was_written_by_a_cancelled_task_learns_that_it_has_landed(
@@ -290,7 +290,7 @@ def test_one_whose_group_was_written_by_a_cancelled_task_learns_that_it_has_land
         async_engine = create_async_engine(engine.url)
         plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
         runs = await plans.claim_due(3)
-        landing = plans._verbs.landings
+        landing = plans._verbs.claims.landings
         land = type(landing)._land
         tasks: list[asyncio.Task[None]] = []
 
@@ -320,7 +320,7 @@ def test_one_that_is_cancelled_when_it_is_just_to_lead_hands_the_lead_on(
         async_engine = create_async_engine(engine.url)
         plans = AsyncRuns(async_sessionmaker(async_engine), Plan, PlanStep)
         runs = await plans.claim_due(4)
-        landing = plans._verbs.landings
+        landing = plans._verbs.claims.landings
         hand_over = type(landing)._hand_over
         tasks: list[asyncio.Task[None]] = []
 
@@ -401,8 +401,8 @@ def test_many_tasks_land_while_some_are_cancelled_and_none_is_left_waiting(
         for run, result in zip(runs, results, strict=True):
             if result is None:
                 assert column(engine, run.lease.identity[0], "status") is PlanStatus.EXECUTED
-        assert plans._verbs.landings._led is False
-        assert plans._verbs.landings._waiting == []
+        assert plans._verbs.claims.landings._led is False
+        assert plans._verbs.claims.landings._waiting == []
         await async_engine.dispose()
 
     asyncio.run(main())

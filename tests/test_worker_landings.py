@@ -81,7 +81,7 @@ def test_a_lock_on_one_row_holds_the_slot_of_no_other_run(
             first.set()
             wait_until_blocked(engine)
             go.set()
-            eventually(lambda: len(plans._verbs.landings._waiting) == 4, "the others behind the first")
+            eventually(lambda: len(plans._verbs.claims.landings._waiting) == 4, "the others behind the first")
             open_gate()
         wait_until_blocked(engine, 2)
         dispatcher = worker._dispatcher

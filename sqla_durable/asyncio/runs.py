@@ -210,7 +210,7 @@ class AsyncRuns(Generic[RunT]):
 
     async def hold(self, lease: Lease) -> AsyncRun[RunT]:
         """Return the handle for a lease that was issued elsewhere. See :meth:`.Runs.hold`."""
-        return AsyncRun(await greenlet_spawn(self._verbs.hold, lease))
+        return AsyncRun(await greenlet_spawn(self._verbs.claims.held, lease))
 
     async def execute(
         self,

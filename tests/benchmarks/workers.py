@@ -75,20 +75,20 @@ class Bare:
 
     def claim(self, limit: int) -> list[tuple[Any, int]]:
         """Claim a batch; return each run's key and fence."""
-        rows = self.execute(self._verbs._claim_due(limit), owner="bare")
+        rows = self.execute(self._verbs.claims._claim_due(limit), owner="bare")
         return [(row[self._key], row[self._fence]) for row in rows if row[self._fence] is not None]
 
     def land(self, runs: list[tuple[Any, int]]) -> None:
         """Land a batch."""
         keys, fences = zip(*runs, strict=True)
         if len(runs) == 1:
-            self.execute(self._verbs.landings._one, key_0=keys[0], fence=fences[0])
+            self.execute(self._verbs.claims.landings._one, key_0=keys[0], fence=fences[0])
         else:
-            self.execute(self._verbs.landings._many, key_0=list(keys), fence=list(fences))
+            self.execute(self._verbs.claims.landings._many, key_0=list(keys), fence=list(fences))
 
     def step(self, key: Any, fence: int, name: str) -> None:
         """Carry out a step in a transaction with its receipt."""
-        steps = self._verbs.steps
+        steps = self._verbs.claims.steps
         known = {"key_0": key, "fence": fence, "owner": "bare", "step": name}
         with self._connection.transaction():
             (opened,) = self.execute(steps.open, **known, effect="transactional")
