@@ -70,7 +70,7 @@ def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElemen
     due = [] if run_now else [runs.available_at <= clock.now()]
     until = runs.until(runs.lifecycle.ready)
     unexpired = [] if until is None else [or_(until.is_(None), until > clock.now())]
-    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired]
+    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired, *runs.offered()]
 
 
 def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:

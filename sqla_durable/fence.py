@@ -32,6 +32,7 @@ from sqlalchemy import column as named
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
+from sqla_durable.retry import Retry
 from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
 
@@ -100,7 +101,8 @@ def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, 
     :param failed: whether an ``error`` is recorded.
     """
     uncancelled = [] if to == runs.lifecycle.cancelled else _uncancelled(runs)
-    changes = {**values, **_landing(runs, to), **(_error(runs) if failed else {})}
+    result = _output(runs, bound("output", Text())) if to == runs.lifecycle.done else {}
+    changes = {**values, **result, **_landing(runs, to), **(_error(runs) if failed else {})}
     return runs.update(runs.lock(runs.matches(), holding(runs), *uncancelled), changes).returning(*changes)
 
 
@@ -110,7 +112,7 @@ def land_done(runs: RunRows[Any]) -> Update:
     The result has the columns of :func:`landed`.
     """
     locking = runs.lock(runs.matches(), *_may_be_done(runs), skip_locked=True)
-    return runs.update(locking, _done(runs)).returning(*landed(runs))
+    return runs.update(locking, _done(runs) | _output(runs, bound("output", Text()))).returning(*landed(runs))
 
 
 def found(runs: RunRows[Any]) -> AnySelect:
@@ -129,13 +131,18 @@ def land_all_done(runs: RunRows[Any]) -> Update:
     Rows are locked in the order of their keys, and locked ones are skipped: a holder that waits for one row must not
     make those of the other rows wait with it.
     """
-    keys = [bound(name, ARRAY(column.type)) for name, column in zip(runs.key_names, runs.key, strict=True)]
-    names = [named(name, column.type) for name, column in zip(runs.key_names, runs.key, strict=True)]
-    arrays = func.unnest(*keys, bound("fence", ARRAY(BigInteger())))
-    asked = arrays.table_valued(*names, named("fence", BigInteger())).render_derived(name="asked")
+    types = {**dict(zip(runs.key_names, (column.type for column in runs.key), strict=True)), "fence": BigInteger()}
+    if runs.output is not None:
+        types["output"] = Text()
+    arrays = func.unnest(*(bound(name, ARRAY(type_)) for name, type_ in types.items()))
+    columns = [named(name, type_) for name, type_ in types.items()]
+    asked = arrays.table_valued(*columns).render_derived(name="asked")
     same = [column == asked.c[name] for name, column in zip(runs.key_names, runs.key, strict=True)]
     locking = runs.lock(*same, runs.fence == asked.c.fence, *_may_be_done(runs)[1:], skip_locked=True)
-    return runs.update(locking.order_by(*runs.key), _done(runs)).returning(*landed(runs))
+    if runs.output is not None:
+        locking = locking.add_columns(asked.c.output.label("asked_output"))
+    result = _output(runs, named("asked_output", Text()))
+    return runs.update(locking.order_by(*runs.key), _done(runs) | result).returning(*landed(runs))
 
 
 def landed(runs: RunRows[Any]) -> list[Column[Any]]:
@@ -143,24 +150,24 @@ def landed(runs: RunRows[Any]) -> list[Column[Any]]:
     return [*runs.key, *_done(runs)]
 
 
-def release(runs: RunRows[Any], *, failed: bool, delayed: bool = False, notify: bool = False) -> Update:
+def release(runs: RunRows[Any], retry: Retry, *, failed: bool, delayed: bool = False, notify: bool = False) -> Update:
     """Hand the run back: ready again, owner cleared, so that every copy of the lease is spent.
 
     A run with a pending cancel request lands cancelled instead, and one that failed with its attempts used up lands
     too: neither is started again.
 
+    :param retry: says the backoff.
     :param failed: whether an ``error`` is recorded, and the run waits for its backoff.
     :param delayed: whether it waits for ``delay`` instead of its backoff.
     :param notify: whether workers that listen are told of a run that is ready again.
     """
-    lifecycle, retry = runs.lifecycle, runs.lifecycle.retry
     changes = _no_lease(runs)
     spent: list[tuple[ColumnElement[bool], StrEnum]] = []
     if failed:
         wait = _delay() if delayed else clock.backoff(retry, runs.attempts)
         changes |= {runs.available_at: clock.stamp() + wait, **_error(runs)}
-        if retry.max_attempts is not None:
-            spent.append((runs.attempts >= retry.max_attempts, lifecycle.spent))
+        if runs.used_up is not None:
+            spent.append((runs.used_up, runs.lifecycle.spent))
     return _hand_back(runs, changes, spent, notify=notify)
 
 
@@ -235,6 +242,11 @@ def _may_be_done(runs: RunRows[Any]) -> list[ColumnElement[bool]]:
 
 def _done(runs: RunRows[Any]) -> dict[Column[Any], Any]:
     return _landing(runs, runs.lifecycle.done)
+
+
+def _output(runs: RunRows[Any], text: ColumnElement[Any]) -> dict[Column[Any], Any]:
+    """The result of the whole run, in rows that have one."""
+    return {} if runs.output is None else {runs.output: cast(text, JSONB)}
 
 
 def _landing(runs: RunRows[Any], to: StrEnum) -> dict[Column[Any], Any]:

@@ -106,6 +106,9 @@ class Holder(Generic[RunT]):
         self.lost: DurableError | None = None
         self.ended = False
         self.failure: Failure | None = None
+        self.retry = self.store.runs.lifecycle.retry
+        self.output: str | None = None
+        """The result of the whole run, as JSON, that a landing as done writes."""
         self.left = False
         self.claimed_at = -math.inf
         self.issuing = False
@@ -259,15 +262,16 @@ class Holder(Generic[RunT]):
         for leaf in leaves(error):
             noted = self._noted(leaf)
             if noted is None or noted.step != name:
-                verdict = policy.judge_one(self.store.runs.lifecycle.retry, leaf)
+                verdict = policy.judge_one(self.retry, leaf)
                 self._raised.appendleft(_Raised(name, leaf, verdict))
         return self.judge(error)
 
     def judge(self, error: BaseException) -> policy.Verdict:
         """Decide whether a failure is retryable; about one that a step has raised, as was decided then."""
-        retry = self.store.runs.lifecycle.retry
         noted = {id(leaf): self._noted(leaf) for leaf in leaves(error)}
-        return policy.judge(retry, error, {key: raised.verdict for key, raised in noted.items() if raised is not None})
+        return policy.judge(
+            self.retry, error, {key: raised.verdict for key, raised in noted.items() if raised is not None}
+        )
 
     def step_of(self, error: BaseException | Failure | None) -> str | None:
         """Return the key of the step that raised ``error``, or the nearest of what led to it."""
@@ -363,7 +367,7 @@ class Holder(Generic[RunT]):
         failed = error is not None
         # One that failed is not due before its backoff.
         notify = self.store.notifies and not failed
-        statement = fence.release(self.store.runs, failed=failed, delayed=delay is not None, notify=notify)
+        statement = fence.release(self.store.runs, self.retry, failed=failed, delayed=delay is not None, notify=notify)
         self._end(statement, error, **({} if delay is None else {"delay": delay}))
 
     def park(self, delay: timedelta, what: str, error: Exception | None = None) -> NoReturn:
@@ -414,12 +418,12 @@ class Holder(Generic[RunT]):
             return then(unknown)
 
         self._ending = True
-        self.landings.submit(self.lease, answered)
+        self.landings.submit(self.lease, self.output, answered)
 
     def _land_in_group(self) -> bool:
         self._ending = True
         try:
-            landed = self.landings.land(self.lease)
+            landed = self.landings.land(self.lease, self.output)
             if landed is not None:
                 self._show(landed)
             return landed is not None
@@ -431,7 +435,7 @@ class Holder(Generic[RunT]):
         if failure is not None:
             more |= {"error": json.dumps(failure.to_json()), "step": self.step_of(error)}
         key = self.store.runs.parameters(self.lease.identity)
-        parameters = {**key, **arguments(fence=self.lease.fence, **more)}
+        parameters = {**key, **arguments(fence=self.lease.fence, output=self.output, **more)}
         self._ending = True
         try:
             row = self.store.write(

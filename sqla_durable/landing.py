@@ -30,10 +30,11 @@ _give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0
 class _Landing:
     """One holder's wish to land its run."""
 
-    __slots__ = ("answer", "gate", "leads", "lease", "then", "told")
+    __slots__ = ("answer", "gate", "leads", "lease", "output", "then", "told")
 
-    def __init__(self, lease: Lease, then: Callable[[], Callable[[], None]] | None = None) -> None:
+    def __init__(self, lease: Lease, output: str | None, then: Callable[[], Callable[[], None]] | None = None) -> None:
         self.lease = lease
+        self.output = output
         self.then = then
         self.gate: Gate | None = None
         self.leads = False
@@ -57,14 +58,15 @@ class Landings:
         self._waiting: list[_Landing] = []
         self._led = False
 
-    def land(self, lease: Lease) -> Landed | None:
+    def land(self, lease: Lease, output: str | None) -> Landed | None:
         """Land a run as done if its fence is still the holder's and nobody has asked for it to be cancelled.
 
+        :param output: the result of the whole run, as JSON, where its rows have one.
         :return: what the run's columns are now; None where the row was not such a one, or is locked, or the database
          refused the group: then the run is landed by a statement of its own, which waits, and says why it may not be.
         :raises DatabaseUnavailable: where it is not known whether the run has landed.
         """
-        mine = _Landing(lease)
+        mine = _Landing(lease, output)
         with self._lock:
             self._waiting.append(mine)
             if self._led:
@@ -77,13 +79,16 @@ class Landings:
             self._lead()
         return self._answer(mine)
 
-    def submit(self, lease: Lease, then: Callable[[Callable[[], Landed | None]], Callable[[], None]]) -> None:
+    def submit(
+        self, lease: Lease, output: str | None, then: Callable[[Callable[[], Landed | None]], Callable[[], None]]
+    ) -> None:
         """Do the same without waiting where another one leads.
 
+        :param output: as for :meth:`land`.
         :param then: called in the thread of whoever leads, with a function that returns or raises what :meth:`land`
          would have. What it returns is called when all of the group have been told; equal ones once.
         """
-        mine = _Landing(lease, lambda: then(lambda: self._answer(mine)))
+        mine = _Landing(lease, output, lambda: then(lambda: self._answer(mine)))
         with self._lock:
             self._waiting.append(mine)
             leads, self._led = not self._led, True
@@ -168,7 +173,7 @@ class Landings:
     def _write(self, group: Sequence[_Landing]) -> None:
         landed: Mapping[Any, Landed | DatabaseUnavailable]
         try:
-            landed = self._store.single(lambda connection: self._land(connection, [each.lease for each in group]))
+            landed = self._store.single(lambda connection: self._land(connection, group))
         except DatabaseUnavailable as unavailable:
             landed = dict.fromkeys((landing.lease.identity for landing in group), unavailable)
         except (DurableError, SQLAlchemyError):
@@ -184,19 +189,22 @@ class Landings:
                 landing.answer = landed.get(landing.lease.identity)
             landing.told = True
 
-    def _land(self, connection: Connection, leases: Sequence[Lease]) -> dict[Any, Landed]:
-        if len(leases) == 1:
-            statement, parameters = self._one, self._store.parameters(leases[0])
+    def _land(self, connection: Connection, group: Sequence[_Landing]) -> dict[Any, Landed]:
+        each = [self._parameters(landing) for landing in group]
+        if len(each) == 1:
+            statement, parameters = self._one, each[0]
         else:
-            statement, parameters = self._many, self._parameters(leases)
+            statement = self._many
+            parameters = {name: [parameters[name] for parameters in each] for name in each[0]}
         runs = self._store.runs
         loaded = [self._loader.load(row, statement.types) for row in statement.rows(connection, parameters)]
         return {tuple(values[column] for column in runs.key): values for values in loaded}
 
-    def _parameters(self, leases: Sequence[Lease]) -> dict[str, Any]:
-        each = [self._store.parameters(lease) for lease in leases]
-        names = arguments(**dict.fromkeys((*self._store.runs.key_names, "fence")))
-        return {name: [parameters[name] for parameters in each] for name in names}
+    def _parameters(self, landing: _Landing) -> dict[str, Any]:
+        given = self._store.parameters(landing.lease, output=landing.output)
+        runs = self._store.runs
+        names = (*runs.key_names, "fence", *(() if runs.output is None else ("output",)))
+        return {name: given[name] for name in arguments(**dict.fromkeys(names))}
 
     @cached_property
     def _one(self) -> Prepared:

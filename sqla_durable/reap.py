@@ -138,8 +138,8 @@ def _by_fate(runs: RunRows[Any], value: Callable[[StrEnum], Any]) -> ColumnEleme
     fates: list[tuple[ColumnElement[bool], StrEnum]] = []
     if lifecycle.cancelled is not None:
         fates.append((runs.cancel_requested_at.is_not(None), lifecycle.cancelled))
-    if lifecycle.retry.max_attempts is not None and lifecycle.lapses_to not in lifecycle.machine.terminal:
-        fates.append((runs.attempts >= lifecycle.retry.max_attempts, lifecycle.spent))
+    if runs.used_up is not None and lifecycle.lapses_to not in lifecycle.machine.terminal:
+        fates.append((runs.used_up, lifecycle.spent))
     otherwise = value(lifecycle.lapses_to)
     return case(*((condition, value(fate)) for condition, fate in fates), else_=otherwise) if fates else otherwise
 

@@ -10,13 +10,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, text
+from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, func, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
 from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock, expiry, frozen
+from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
@@ -128,11 +129,27 @@ class RunRows(Rows[RunT]):
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
         keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)
+        limited = issubclass(entity, AttemptsMixin)
         self.idempotency_key = self.column("idempotency_key") if keyed else None
         self.key_fingerprint = self.column("key_fingerprint") if keyed else None
         self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
         self.priority = self.column("priority") if prioritized else None
+        self.max_attempts = self.column("max_attempts") if limited else None
+        self.output: Column[Any] | None = None
+        """Where a landing as done writes the result of the whole run, in rows that have one."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
+
+    def offered(self) -> Sequence[ColumnElement[bool]]:
+        """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
+        return ()
+
+    @cached_property
+    def used_up(self) -> ColumnElement[bool] | None:
+        """The condition that a run has used up its attempts; None where there is no end to them."""
+        most = self.lifecycle.retry.max_attempts
+        if self.max_attempts is None:
+            return None if most is None else self.attempts >= most
+        return self.attempts >= (self.max_attempts if most is None else func.coalesce(self.max_attempts, most))
 
     def until(self, *sources: StrEnum) -> ColumnElement[Any] | None:
         """Until when a run may leave one of ``sources``. See :func:`.expiry.until`."""

@@ -189,9 +189,14 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
 
 
 def scheduling(runs: RunRows[Any]) -> list[str]:
-    """The attributes of the mixins that say when a run is carried out, and that a caller may give."""
-    priority = ["priority"] if runs.priority is not None else []
-    return ["available_at", *priority, *(["expires_at"] if runs.lifecycle.expired is not None else ())]
+    """The attributes of the mixins that say when and how often a run is carried out, and that a caller may give."""
+    names = {
+        "available_at": True,
+        "priority": runs.priority is not None,
+        "expires_at": runs.lifecycle.expired is not None,
+        "max_attempts": runs.max_attempts is not None,
+    }
+    return [name for name, known in names.items() if known]
 
 
 def instant(value: Any) -> Any:
