@@ -4,6 +4,7 @@ The asyncio twin of :class:`Runs` is :class:`sqla_durable.asyncio.AsyncRuns`; it
 needs greenlet.
 """
 
+from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
@@ -12,6 +13,7 @@ from sqla_durable.exc import (
     DurableError,
     FrozenPayload,
     HolderError,
+    InputError,
     KeyConflict,
     LostLease,
     NestedStep,
@@ -21,8 +23,12 @@ from sqla_durable.exc import (
     ReceiptMismatch,
     ResultError,
     RetryableError,
+    RunCancelled,
+    RunFailed,
     RunInFlight,
     RunNotFound,
+    RunNotLanded,
+    RunTimedOut,
     StepFailed,
     StepReused,
     StepTimeout,
@@ -35,6 +41,16 @@ from sqla_durable.exc import (
 from sqla_durable.execution import Ending, Outcome
 from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
+from sqla_durable.functions import (
+    FunctionHandle,
+    FunctionMixin,
+    FunctionRun,
+    Functions,
+    FunctionStatus,
+    FunctionSummary,
+    function_lifecycle,
+    function_statuses,
+)
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -50,6 +66,7 @@ from sqla_durable.worker import Worker
 
 __all__ = [
     "PENDING",
+    "AttemptsMixin",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
@@ -59,7 +76,14 @@ __all__ = [
     "ExpiryMixin",
     "Failure",
     "FrozenPayload",
+    "FunctionHandle",
+    "FunctionMixin",
+    "FunctionRun",
+    "FunctionStatus",
+    "FunctionSummary",
+    "Functions",
     "HolderError",
+    "InputError",
     "KeyConflict",
     "KeyMixin",
     "Lease",
@@ -80,10 +104,14 @@ __all__ = [
     "Retry",
     "RetryableError",
     "Run",
+    "RunCancelled",
+    "RunFailed",
     "RunInFlight",
     "RunMixin",
     "RunNotFound",
+    "RunNotLanded",
     "RunSummary",
+    "RunTimedOut",
     "Runs",
     "StatusMachine",
     "StepFailed",
@@ -97,4 +125,6 @@ __all__ = [
     "UsageError",
     "Work",
     "Worker",
+    "function_lifecycle",
+    "function_statuses",
 ]

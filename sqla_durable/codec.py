@@ -95,6 +95,11 @@ class Codec(Generic[T]):
             raise ResultError(f"step {step!r}: result{found[0]} {found[1]}{self._remedy}.")
         return text, decoded
 
+    @property
+    def annotation(self) -> str:
+        """The type, for people to read."""
+        return self._annotation
+
     def _load_text(self, text: str | bytes) -> T:
         return self._load(text, by_alias=True, by_name=True)
 
@@ -118,6 +123,15 @@ def codec_for(fn: Callable[..., object], *, apart_from: type | None = None) -> C
     if codec is None:
         codec = _codecs[owner] = _build(owner)
     return codec
+
+
+def codec_for_parameter(fn: Callable[..., object], name: str) -> Codec[Any]:
+    """The codec of the annotation of one of ``fn``'s parameters; without one, that of plain JSON values.
+
+    :raises UsageError: when the annotation cannot be resolved, or pydantic has no schema for it.
+    """
+    owner = _owner(fn)
+    return codec_of(_annotation(owner, name), f"{_name(owner)}, parameter {name}")
 
 
 _codecs: WeakKeyDictionary[Any, Codec[Any]] = WeakKeyDictionary()
@@ -152,7 +166,7 @@ def codec_of(annotation: Any, name: str = "the result") -> Codec[Any]:
         return build(annotation, repr(annotation))
     except Exception as error:
         raise UsageError(
-            f"{name}: pydantic has no schema for the return annotation {display(annotation)}; return"
+            f"{name}: pydantic has no schema for the annotation {display(annotation)}; use"
             f" a pydantic model, a dataclass or plain JSON values instead. ({str(error).splitlines()[0]})"
         ) from error
 
@@ -184,18 +198,21 @@ def _owner(fn: Any) -> Any:
     return fn
 
 
-def _annotation(owner: Any) -> Any:
+def _annotation(owner: Any, parameter: str = "return") -> Any:
     annotation = owner
     try:
         if not isinstance(owner, type):
-            annotation = getattr(owner, "__annotations__", {}).get("return", Any)
+            annotation = getattr(owner, "__annotations__", {}).get(parameter, Any)
         annotation = _resolved(inspect.unwrap(owner), annotation)
     except Exception as error:
         raise UsageError(
-            f"{_name(owner)}: the return annotation {annotation!r} cannot be resolved ({error}); import its"
+            f"{_name(owner)}: the {parameter} annotation {annotation!r} cannot be resolved ({error}); import its"
             " names at run time, not only under TYPE_CHECKING, and define them at module level."
         ) from error
-    if typing.get_origin(annotation) in (collections.abc.Awaitable, collections.abc.Coroutine):
+    if parameter == "return" and typing.get_origin(annotation) in (
+        collections.abc.Awaitable,
+        collections.abc.Coroutine,
+    ):
         return typing.get_args(annotation)[-1]
     return annotation
 

@@ -15,11 +15,16 @@
      |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
      |    +-- ResultError            a result that does not survive being stored
      |    +-- ReceiptMismatch        a receipt that belongs to another kind of step, or does not decode
+     |    +-- InputError             an input that the function it is meant for does not take
      +-- HolderError             this holder may not go on with its run
      |    +-- LostLease              the fence moved on: the holder may write nothing any more
      |    +-- Cancelled              someone asked for this run to be cancelled
      |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- StepFailed              a replayed step's recorded failure
+     +-- RunFailed               a run whose result is asked for has failed
+     |    +-- RunCancelled           it was cancelled
+     |    +-- RunTimedOut            it ran past its deadline
+     +-- RunNotLanded            a run whose result is asked for has not ended yet
      +-- OperationFailed         raised by a poll: the operation itself has failed
      +-- OperationUnknown        an operation may have been issued; what became of it was not recorded
      +-- RetryableError          nothing was decided; the same call may be made again
@@ -36,6 +41,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from enum import StrEnum
+
     from sqla_durable.failure import Failure
     from sqla_durable.lease import Lease
 
@@ -110,6 +117,10 @@ class ReceiptMismatch(UsageError):
     """A receipt was recorded by another kind of step, or its result no longer decodes."""
 
 
+class InputError(UsageError):
+    """An input that the function it is meant for does not take, or that PostgreSQL could not store; no run exists."""
+
+
 class HolderError(DurableError):
     """This holder may not go on with its run; ``lease`` says which."""
 
@@ -146,6 +157,30 @@ class StepFailed(DurableError):
 
     def __str__(self) -> str:
         return f"step {self.step!r} failed with {self.failure.type}: {self.failure.message}"
+
+
+class RunFailed(DurableError):
+    """The run whose result was asked for has failed; ``failure`` is what was recorded, and ``status`` where it is."""
+
+    def __init__(self, message: str, status: StrEnum, failure: Failure | None) -> None:
+        super().__init__(message, status, failure)
+        self.status = status
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunCancelled(RunFailed):
+    """The run whose result was asked for was cancelled."""
+
+
+class RunTimedOut(RunFailed):
+    """The run whose result was asked for ran past its deadline."""
+
+
+class RunNotLanded(DurableError, TimeoutError):
+    """The run whose result was asked for has not ended within the time given; it goes on."""
 
 
 class OperationFailed(DurableError):

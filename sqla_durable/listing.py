@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import (
     ColumnElement,
@@ -72,20 +72,31 @@ class RunSummary:
     cursor: str
 
 
-def page(runs: RunRows[Any], conditions: Collection[ColumnElement[bool]], limit: int) -> AnySelect:
-    """Read up to ``limit`` runs, the newest first; of those inserted at the same instant, the greatest key first."""
+def page(
+    runs: RunRows[Any],
+    conditions: Collection[ColumnElement[bool]],
+    limit: int,
+    extras: Sequence[ColumnElement[Any]] = (),
+) -> AnySelect:
+    """Read up to ``limit`` runs, the newest first; of those inserted at the same instant, the greatest key first.
+
+    :param extras: what is read besides.
+    """
     newest_first = [column.desc() for column in _place(runs)]
     return (
-        _summaries(runs, traceback=False)
+        _summaries(runs, extras, traceback=False)
         .where(*conditions, *runs.of_class())
         .order_by(*newest_first)
         .limit(at_most(limit))
     )
 
 
-def one(runs: RunRows[Any]) -> AnySelect:
-    """Read the run with the given key."""
-    return _summaries(runs, traceback=True).where(runs.matches())
+def one(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]] = ()) -> AnySelect:
+    """Read the run with the given key.
+
+    :param extras: what is read besides.
+    """
+    return _summaries(runs, extras, traceback=True).where(runs.matches())
 
 
 def counts(runs: RunRows[Any]) -> AnySelect:
@@ -139,20 +150,26 @@ def following(runs: RunRows[Any], name: str, cursor: str) -> ColumnElement[bool]
     return tuple_(*place) < tuple_(*values)
 
 
-def summary_of(row: AnyRow, name: str, width: int) -> RunSummary:
+SummaryT = TypeVar("SummaryT", bound=RunSummary)
+
+
+def summary_of(row: AnyRow, name: str, width: int, kind: type[SummaryT]) -> SummaryT:
     """Return the value for a row of :func:`page` or :func:`one`.
 
     :param name: the table, for the cursor.
     :param width: of how many columns the key consists.
+    :param kind: what it is to be; the fields that it has beside those of a :class:`RunSummary` are what was read
+     besides.
     """
     columns: tuple[Any, ...] = tuple(row)
     identity, texts, values = columns[:width], columns[width : 2 * width + 1], columns[2 * width + 1 :]
     first, *between, last = (field.name for field in fields(RunSummary))
-    named: dict[str, Any] = dict(zip(between, values, strict=True))
+    besides = [field.name for field in fields(kind)][len(between) + 2 :]
+    named: dict[str, Any] = dict(zip([*between, *besides], values, strict=True))
     named |= {first: identity, last: _cursor(name, texts)}
     if named["failure"] is not None:
         named["failure"] = Failure.from_json(json.loads(named["failure"]))
-    return RunSummary(**named)
+    return kind(**named)
 
 
 def _cursor(name: str, texts: Sequence[str]) -> str:
@@ -160,7 +177,7 @@ def _cursor(name: str, texts: Sequence[str]) -> str:
     return urlsafe_b64encode(json.dumps([name, *texts], separators=(",", ":")).encode()).decode().rstrip("=")
 
 
-def _summaries(runs: RunRows[Any], *, traceback: bool) -> AnySelect:
+def _summaries(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]], *, traceback: bool) -> AnySelect:
     created = _created(runs)
     error = sql_cast(runs.error, JSONB)
     return select(
@@ -182,6 +199,7 @@ def _summaries(runs: RunRows[Any], *, traceback: bool) -> AnySelect:
         sql_cast(error if traceback else error.op("-", return_type=JSONB())(sql_cast("traceback", Text)), Text),
         func.coalesce(runs.lease_expires_at <= clock.now(), false()),
         clock.now() - created,
+        *extras,
     )
 
 

@@ -113,6 +113,9 @@ _notices: WeakKeyDictionary[type[RunMixin], Sequence[ColumnElement[Any]]] = Weak
 class RunRows(Rows[RunT]):
     """The rows of a run class, with the columns and statuses that the library's statements speak of."""
 
+    started_with: Collection[str] = ()
+    """The attributes of a mixin that a run is started with; on a dataclass base no parameters of the constructor."""
+
     def __init__(self, entity: type[RunT]) -> None:
         super().__init__(entity)
         self.lifecycle: Lifecycle[Any] = entity.__lifecycle__

@@ -26,6 +26,7 @@ from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
 P = ParamSpec("P")
@@ -78,8 +79,8 @@ def refuse_other_form(target: object, form: type[Any]) -> None:
         raise UsageError(f"{target!r} was claimed in the other form; {form.__name__} is wanted here.")
 
 
-class Run(Handle[RunT]):
-    """A claimed run, as its handler sees it.
+class Stepping(Handle[RunT]):
+    """A claimed run, as what carries it out sees it: its steps.
 
     Its methods may be called from any thread; steps of one run queue up behind each other. A body must not wait for a
     thread that it has started and that calls a step of the same run: each would wait for the other.
@@ -116,10 +117,10 @@ class Run(Handle[RunT]):
         :raises RetryableError: where the database cut the step off, or was lost; nothing is recorded.
         :raises Exception: what ``fn`` raises; it is recorded as the step's failure.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.transactional(key, codec, lambda session: _plain(fn(session, *args, **kwargs), fn))
+            return self.holder.transactional(key, codec, lambda session: plain(fn(session, *args, **kwargs), fn))
 
     def external(self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
@@ -132,10 +133,10 @@ class Run(Handle[RunT]):
         :return: what ``fn`` returned, as it reads back from the receipt.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.external(key, codec, lambda: _plain(fn(*args, **kwargs), fn))
+            return self.holder.external(key, codec, lambda: plain(fn(*args, **kwargs), fn))
 
     def keyed(
         self, key: str | int, fn: Callable[Concatenate[str, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
@@ -151,10 +152,10 @@ class Run(Handle[RunT]):
         :raises UsageError: where the run's primary key is of a type that an idempotency key cannot be made of.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.keyed(key, codec, lambda name: _plain(fn(name, *args, **kwargs), fn))
+            return self.holder.keyed(key, codec, lambda name: plain(fn(name, *args, **kwargs), fn))
 
     def operation(
         self,
@@ -183,14 +184,14 @@ class Run(Handle[RunT]):
         :raises ConfigurationError: where the machine has no edge from running to ready.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(start)
-        _refuse_coroutine(poll)
+        refuse_coroutine(start)
+        refuse_coroutine(poll)
         operation: Operation[IdsT, ResultT] = Operation(
             self.holder,
             codec_for(start),
             codec_for(poll, apart_from=Pending),
-            start=lambda: _plain(start(), start),
-            poll=lambda ids: _plain(poll(ids), poll),
+            start=lambda: plain(start(), start),
+            poll=lambda ids: plain(poll(ids), poll),
             every=every,
         )
         with self._one_at_a_time:
@@ -203,6 +204,10 @@ class Run(Handle[RunT]):
         :raises Cancelled: where someone asked for the run to be cancelled.
         """
         self.holder.renew()
+
+
+class Run(Stepping[RunT]):
+    """A claimed run, as its handler sees it."""
 
     def finish(self, **values: Any) -> None:
         """Land the run as done.
@@ -258,7 +263,7 @@ class Runs(Generic[RunT]):
         *,
         owner: str | None = None,
     ) -> None:
-        self._verbs = Verbs(_Sessions(session_factory), run, receipt, owner)
+        self._verbs = Verbs(Store(SyncSessions(session_factory), run, receipt), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -311,11 +316,11 @@ class Runs(Generic[RunT]):
         :raises RunNotFound: where there is no such run.
         :raises BaseException: an interruption, such as ``KeyboardInterrupt``, after the run was released.
         """
-        _refuse_coroutine(handler)
+        refuse_coroutine(handler)
         known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            _plain(handler(Run(holder) if known is None else known), handler)
+            plain(handler(Run(holder) if known is None else known), handler)
 
         return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
 
@@ -324,11 +329,11 @@ class Runs(Generic[RunT]):
 
         :param handler: as for :meth:`execute`; called in several threads at a time.
         """
-        _refuse_coroutine(handler)
+        refuse_coroutine(handler)
 
         def carry_out(holder: Holder[RunT]) -> None:
             with in_slot():
-                _plain(handler(Run(holder)), handler)
+                plain(handler(Run(holder)), handler)
 
         return Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))
 
@@ -384,7 +389,8 @@ class Runs(Generic[RunT]):
 
     def describe(self, ident: object) -> RunSummary | None:
         """Read what :meth:`find` says of one run, and the traceback of its error; None where there is no such run."""
-        return self._verbs.describe(ident)
+        found: RunSummary | None = self._verbs.describe(ident)
+        return found
 
     def counts(self) -> dict[StrEnum, int]:
         """Count the runs of each status, in the order of the enumeration; a status without any has 0."""
@@ -502,7 +508,7 @@ class Runs(Generic[RunT]):
         return self._verbs.never_issued(session, ident, key)
 
 
-class _Sessions:
+class SyncSessions:
     """Sessions for :class:`.Store` from a sessionmaker."""
 
     is_async = False
@@ -548,12 +554,13 @@ class _Gate:
         self._lock.release()
 
 
-def _refuse_coroutine(fn: Callable[..., Any]) -> None:
+def refuse_coroutine(fn: Callable[..., Any]) -> None:
+    """Refuse a coroutine function, of which nothing would run."""
     if inspect.iscoroutinefunction(fn):
         raise UsageError(f"{fn!r} is a coroutine function; use AsyncRuns from sqla_durable.asyncio.")
 
 
-def _plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
+def plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
     """Refuse a coroutine or generator that nobody would run: the run would land as done with nothing carried out."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):

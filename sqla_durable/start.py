@@ -174,7 +174,7 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
     """
     entity, status = runs.entity, runs.attribute(runs.status)
     when = scheduling(runs)
-    ours = {status, *when}
+    ours = {status, *when, *runs.started_with}
     given = {name: instant(value) if name in when else value for name, value in values.items()}
     parameters = set(inspect.signature(entity).parameters) if ours.intersection(given) else set[str]()
     later = {name: value for name, value in given.items() if name in ours and name not in parameters}

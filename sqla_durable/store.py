@@ -31,10 +31,17 @@ class Store(Ground, Generic[RunT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param rows: makes the rows of the run class.
     :raises ConfigurationError: where the two do not belong together.
     """
 
-    def __init__(self, sessions: Sessions, run: type[RunT], receipt: type[Any]) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        run: type[RunT],
+        receipt: type[Any],
+        rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
+    ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
             raise ConfigurationError(f"{mapped!r} is not a mapped class with RunMixin.")
@@ -44,7 +51,7 @@ class Store(Ground, Generic[RunT]):
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
-        self.runs = RunRows(run)
+        self.runs = rows(run)
         self.receipts = ReceiptRows(receipt)
         super().__init__(sessions, self.runs.mapper, self.receipts.mapper)
 

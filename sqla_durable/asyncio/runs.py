@@ -37,6 +37,7 @@ from sqla_durable.run import RunT
 from sqla_durable.runs import Handle, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.status import StatusMachine
+from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
 P = ParamSpec("P")
@@ -44,8 +45,11 @@ IdsT = TypeVar("IdsT")
 ResultT = TypeVar("ResultT")
 
 
-class AsyncRun(Handle[RunT]):
-    """A claimed run, as its coroutine handler sees it; concurrent steps of one run queue up behind each other."""
+class AsyncStepping(Handle[RunT]):
+    """A claimed run, as the coroutine that carries it out sees it: its steps.
+
+    Concurrent steps of one run queue up behind each other.
+    """
 
     def __init__(self, holder: Holder[RunT]) -> None:
         super().__init__(holder)
@@ -135,18 +139,6 @@ class AsyncRun(Handle[RunT]):
         """Renew the lease now. See :meth:`.Run.renew`."""
         await greenlet_spawn(self.holder.renew)
 
-    async def finish(self, **values: Any) -> None:
-        """Land the run as done. See :meth:`.Run.finish`."""
-        await greenlet_spawn(self.holder.finish, values)
-
-    async def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
-        """Land the run as failed, with ``error`` recorded. See :meth:`.Run.fail`."""
-        await greenlet_spawn(self.holder.fail, error, values)
-
-    async def release(self) -> None:
-        """Hand the run back. See :meth:`.Run.release`."""
-        await greenlet_spawn(self.holder.release)
-
     def refuse_unawaited(self) -> None:
         """Refuse to land a run of which a step was called and never awaited, and so never ran."""
         forgotten, self._unawaited = self._unawaited, {}
@@ -168,6 +160,25 @@ class AsyncRun(Handle[RunT]):
         coroutine = alone()
         self._unawaited[call] = key, coroutine
         return coroutine
+
+
+SteppingT = TypeVar("SteppingT", bound=AsyncStepping[Any])
+
+
+class AsyncRun(AsyncStepping[RunT]):
+    """A claimed run, as its coroutine handler sees it."""
+
+    async def finish(self, **values: Any) -> None:
+        """Land the run as done. See :meth:`.Run.finish`."""
+        await greenlet_spawn(self.holder.finish, values)
+
+    async def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
+        """Land the run as failed, with ``error`` recorded. See :meth:`.Run.fail`."""
+        await greenlet_spawn(self.holder.fail, error, values)
+
+    async def release(self) -> None:
+        """Hand the run back. See :meth:`.Run.release`."""
+        await greenlet_spawn(self.holder.release)
 
 
 class AsyncRuns(Generic[RunT]):
@@ -193,7 +204,7 @@ class AsyncRuns(Generic[RunT]):
         *,
         owner: str | None = None,
     ) -> None:
-        self._verbs = Verbs(_AsyncSessions(session_factory), run, receipt, owner)
+        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -224,37 +235,11 @@ class AsyncRuns(Generic[RunT]):
         When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
         :class:`asyncio.CancelledError` at its next ``await``.
         """
-        return await self._execute(target, handler, run_now=run_now)
-
-    async def _execute(
-        self,
-        target: object,
-        handler: Callable[[AsyncRun[RunT]], Awaitable[object]],
-        *,
-        run_now: bool = False,
-        at_once: bool = False,
-    ) -> Outcome:
-        watch = _Watch()
         known = self._handle(target)
-
-        async def handled(run: AsyncRun[RunT]) -> None:
-            # A task begins late where another one blocks the loop; the run may be lost since it was fenced.
-            if at_once and not run.holder.was_just_claimed():
-                await run.renew()
-            await _awaitable(handler(run), handler)
-
-        def carry_out(holder: Holder[RunT]) -> None:
-            watch.spared = lambda: holder.issuing
-            run = AsyncRun(holder) if known is None else known
-            _wait_for(watch.guard(handled(run)), handler)
-            run.refuse_unawaited()
-
         held = target if known is None else known.holder
-        outcome = await greenlet_spawn(
-            self._verbs.execute, held, carry_out, on_lost=watch.cancel, run_now=run_now, at_once=at_once
+        return await carry_out(
+            self._verbs, held, lambda holder: AsyncRun(holder) if known is None else known, handler, run_now=run_now
         )
-        watch.pass_on()
-        return outcome
 
     def handled_by(self, handler: Callable[[AsyncRun[RunT]], Awaitable[object]]) -> AsyncWork:
         """Return these runs together with the handler that carries them out, for an :class:`.AsyncWorker`.
@@ -262,14 +247,7 @@ class AsyncRuns(Generic[RunT]):
         :param handler: as for :meth:`execute`.
         """
 
-        async def handled(run: AsyncRun[RunT]) -> None:
-            with in_slot(asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
-                await _awaitable(handler(run), handler)
-
-        def carry_out(holder: Holder[RunT]) -> Coroutine[Any, Any, Outcome]:
-            return self._execute(AsyncRun(holder), handled, at_once=True)
-
-        return AsyncWork(self._verbs, carry_out)
+        return work_of(self._verbs, AsyncRun, handler)
 
     def _handle(self, target: object) -> AsyncRun[RunT] | None:
         refuse_other_form(target, AsyncRun)
@@ -373,6 +351,58 @@ async def transition(
     )
 
 
+async def carry_out(
+    verbs: Verbs[Any],
+    target: object,
+    make: Callable[[Holder[Any]], SteppingT],
+    handler: Callable[[SteppingT], Awaitable[object]],
+    *,
+    run_now: bool = False,
+    at_once: bool = False,
+) -> Outcome:
+    """Carry a run out with a coroutine function, which is cancelled when the holder may not go on.
+
+    :param target: a holder, or what :meth:`.Verbs.claim` takes.
+    :param make: makes of a holder what the handler is called with.
+    :param at_once: as for :meth:`.Verbs.begin`.
+    """
+    watch = _Watch()
+
+    async def handled(run: SteppingT) -> None:
+        # A task begins late where another one blocks the loop; the run may be lost since it was fenced.
+        if at_once and not run.holder.was_just_claimed():
+            await run.renew()
+        await _awaitable(handler(run), handler)
+
+    def begin(holder: Holder[Any]) -> None:
+        watch.spared = lambda: holder.issuing
+        run = make(holder)
+        _wait_for(watch.guard(handled(run)), handler)
+        run.refuse_unawaited()
+
+    outcome = await greenlet_spawn(verbs.execute, target, begin, on_lost=watch.cancel, run_now=run_now, at_once=at_once)
+    watch.pass_on()
+    return outcome
+
+
+def work_of(
+    verbs: Verbs[Any], make: Callable[[Holder[Any]], SteppingT], handler: Callable[[SteppingT], Awaitable[object]]
+) -> AsyncWork:
+    """Return the runs of ``verbs`` together with the coroutine function that carries them out.
+
+    :param make: makes of a holder what the handler is called with.
+    """
+
+    async def handled(run: SteppingT) -> None:
+        with in_slot(asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            await _awaitable(handler(run), handler)
+
+    def execute(holder: Holder[Any]) -> Coroutine[Any, Any, Outcome]:
+        return carry_out(verbs, holder, make, handled, at_once=True)
+
+    return AsyncWork(verbs, execute)
+
+
 class _Watch:
     """Cancels the handler's task from the heartbeat's thread."""
 
@@ -412,7 +442,7 @@ class _Watch:
             self._task.cancel()
 
 
-class _AsyncSessions:
+class AsyncSessions:
     """Sessions for :class:`.Store` from an asyncio sessionmaker."""
 
     is_async = True

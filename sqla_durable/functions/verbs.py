@@ -1,0 +1,322 @@
+"""The verbs on functions, once for both forms: what :class:`.Functions` and its asyncio twin call."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Final, cast
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Connection, Text, func, select
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Session
+
+from sqla_durable import fence
+from sqla_durable.attempts import UNLIMITED
+from sqla_durable.caller import unproxied
+from sqla_durable.claims import Claims
+from sqla_durable.codec import codec_of
+from sqla_durable.exc import (
+    ConfigurationError,
+    RunCancelled,
+    RunFailed,
+    RunNotFound,
+    RunNotLanded,
+    RunTimedOut,
+    UsageError,
+)
+from sqla_durable.failure import Failure
+from sqla_durable.functions.definition import AnyBody, Definition, Registry
+from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionT
+from sqla_durable.functions.starting import StartMany
+from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.ground import Sessions
+from sqla_durable.holder import Holder
+from sqla_durable.in_flight import same
+from sqla_durable.prepared import Prepared
+from sqla_durable.receipt import Receipt, StepOutcome, parsed
+from sqla_durable.rows import AnyRow, AnySelect, arguments, bound
+from sqla_durable.sqlstate import translated
+from sqla_durable.store import Store
+from sqla_durable.verbs import Verbs
+
+_SHORTEST_PAUSE: Final = 0.01
+_LONGEST_PAUSE: Final = 0.5
+
+
+class FunctionClaims(Claims[FunctionT]):
+    """Claims the runs of the functions that this process knows."""
+
+    registry: Registry
+
+    def terms(self) -> dict[str, Any]:
+        """What a claim is executed with, besides a key."""
+        return {**super().terms(), **arguments(functions=self.registry.names())}
+
+
+class FunctionVerbs(Verbs[FunctionT]):
+    """Everything that :class:`.Functions` can do.
+
+    :param sessions: where sessions come from.
+    :param run: the run class.
+    :param receipt: its receipt class.
+    :param owner: the holder's name.
+    :param registry: the functions that this process knows.
+    """
+
+    summary = FunctionSummary
+
+    def __init__(
+        self, sessions: Sessions, run: type[FunctionT], receipt: type[Any], owner: str | None, registry: Registry
+    ) -> None:
+        mapped = cast(object, run)
+        if not (isinstance(mapped, type) and issubclass(mapped, FunctionMixin)):
+            raise ConfigurationError(
+                f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
+            )
+        self.registry = registry
+        super().__init__(Store(sessions, run, receipt, FunctionRows), owner)
+        self.rows = cast("FunctionRows[FunctionT]", self.runs)
+
+    def claims_of(self, owner: str | None) -> Claims[FunctionT]:
+        """Make what claims its runs."""
+        claims: FunctionClaims[FunctionT] = FunctionClaims(self.store, self.reading, owner)
+        claims.registry = self.registry
+        return claims
+
+    # starting
+
+    def start_function(
+        self,
+        session: Session,
+        function: AnyBody | str,
+        given: tuple[object, ...],
+        key: str | None,
+        values: dict[str, Any],
+    ) -> FunctionHandle[Any]:
+        """See :meth:`.Functions.start`."""
+        definition = self.registry.of(function)
+        run: Any = self.start(session, key, self._values(definition, given, values))
+        return FunctionHandle(definition.name, run.id, key, run.tenant)
+
+    def start_many(
+        self,
+        session: Session,
+        function: AnyBody | str,
+        inputs: Sequence[tuple[object, ...]],
+        keys: Sequence[str] | None,
+        values: dict[str, Any],
+    ) -> list[FunctionHandle[Any]]:
+        """See :meth:`.Functions.start_many`."""
+        definition = self.registry.of(function)
+        every = [self._values(definition, given, values) for given in inputs]
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            connection = self.store.callers_connection(session)
+            started = StartMany(self.rows, connection, notify=not session.twophase).run(every, keys)
+        tenant = values.get("tenant")
+        names: Sequence[str | None] = [None] * len(started) if keys is None else keys
+        return [FunctionHandle(definition.name, ident, key, tenant) for ident, key in zip(started, names, strict=True)]
+
+    def _values(self, definition: Definition, given: tuple[object, ...], values: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes of a run that is to be started."""
+        text = definition.encode(given)
+        retry = definition.retry
+        own: dict[str, Any] = {"function": definition.name, "input": parsed(text)}
+        if retry is not None:
+            own["max_attempts"] = UNLIMITED if retry.max_attempts is None else retry.max_attempts
+        if twice := sorted({*own, "max_attempts"}.intersection(values)):
+            raise UsageError(f"start({twice[0]}=...) is said by the function itself; leave it out.")
+        return own | {name: value for name, value in values.items() if value is not None}
+
+    # carrying out
+
+    def prepare(self, holder: Holder[FunctionT]) -> tuple[Definition, tuple[Any, ...]]:
+        """Return the function of a claimed run and what its body is called with, having set its retry policy."""
+        row = holder.row
+        definition = self.registry.of(row.function)
+        if definition.retry is not None:
+            holder.retry = definition.retry
+        return definition, definition.arguments(row.input)
+
+    def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
+        """Take what a body has returned as the result of the whole run, to be written by its landing.
+
+        :raises ResultError: where it would not come back equal.
+        """
+        holder.output, _ = definition.output.round_trip(result, f"the end of {definition.name}")
+
+    def publish(self, holder: Holder[FunctionT], state: object) -> None:
+        """See :meth:`.FunctionRun.publish`."""
+        holder.refuse_nested("publish")
+        holder.refuse_lost()
+        text = codec_of(Any).encode(state, "publish")
+        parameters = self.store.parameters(holder.lease, state=text)
+        self.store.write(holder.lease, lambda connection: self._publish.first(connection, parameters))
+
+    # the caller's and the operator's verbs
+
+    def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
+        """See :meth:`.Functions.request_cancel`."""
+        return self.request_cancel(session, self.ident(handle, session))
+
+    def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
+        """See :meth:`.Functions.requeue`."""
+        return self.requeue(self.ident(handle))
+
+    # observing
+
+    def handle(self, function: AnyBody | str, key: str, tenant: str | None) -> FunctionHandle[Any]:
+        """See :meth:`.Functions.handle`."""
+        return FunctionHandle(self.registry.of(function).name, None, key, tenant)
+
+    def on(self, session: Session | None, work: Callable[[Connection], Any]) -> Any:
+        """Read something in the caller's transaction, or else by itself."""
+        if session is None:
+            return self.store.single(work)
+        session = unproxied(session)
+        with translated():
+            return work(self.store.callers_connection(session))
+
+    def id_of(self, connection: Connection, handle: FunctionHandle[Any] | UUID) -> UUID:
+        """Return the primary key that a handle stands for, having looked it up by the key where it is not known.
+
+        :raises RunNotFound: where there is no such run.
+        """
+        if isinstance(handle, UUID):
+            return handle
+        if handle.id is not None:
+            return handle.id
+        runs, key = self.rows, self.rows.idempotency_key
+        if key is None or handle.key is None:
+            raise UsageError(f"{handle!r} has neither an id nor a key.")
+        conditions = runs.function == handle.function, same(runs.tenant, handle.tenant), key == handle.key
+        found: UUID | None = connection.scalar(select(runs.id).where(*conditions))
+        if found is None:
+            raise RunNotFound(f"function {handle.function!r} has no run with the key {handle.key!r}.")
+        return found
+
+    def ident(self, handle: FunctionHandle[Any] | UUID, session: Session | None = None) -> UUID:
+        """Return the primary key that a handle stands for; see :meth:`id_of`."""
+        if isinstance(handle, UUID) or handle.id is not None:
+            return handle if isinstance(handle, UUID) else cast(UUID, handle.id)
+        return cast(UUID, self.on(session, lambda connection: self.id_of(connection, handle)))
+
+    def describe_function(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> FunctionSummary:
+        """See :meth:`.Functions.describe`."""
+
+        def work(connection: Connection) -> FunctionSummary:
+            ident = self.id_of(connection, handle)
+            found: FunctionSummary | None = self.described(connection, (ident,))
+            if found is None:
+                raise _not_found(handle)
+            return found
+
+        return cast(FunctionSummary, self.on(session, work))
+
+    def steps_of(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> tuple[Receipt, ...]:
+        """See :meth:`.Functions.steps`."""
+
+        def work(connection: Connection) -> tuple[Receipt, ...]:
+            return self.reading.receipts(connection, (self.id_of(connection, handle),))
+
+        return cast("tuple[Receipt, ...]", self.on(session, work))
+
+    def wait(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None) -> AnyRow:
+        """Wait until a run has landed, and return how.
+
+        :raises RunNotLanded: where it has not within the time.
+        """
+        ident = self.ident(handle)
+        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        pause = _SHORTEST_PAUSE
+        while True:
+            row = self._ending(ident, handle, None)
+            if row.status in self.runs.lifecycle.machine.terminal:
+                return row
+            left = pause if end is None else end - time.monotonic()
+            if left <= 0:
+                raise RunNotLanded(f"{_named(handle)} is {row.status.value} still after {timeout}; it goes on.")
+            self.store.sessions.sleep(min(pause, left))
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: Session | None) -> Any:
+        """See :meth:`.Functions.result`."""
+        if session is None:
+            row = self.wait(handle, timeout)
+        else:
+            row = self._ending(self.ident(handle, session), handle, session)
+            if row.status not in self.runs.lifecycle.machine.terminal:
+                raise RunNotLanded(f"{_named(handle)} is {row.status.value} still.")
+        lifecycle = self.runs.lifecycle
+        if row.status == lifecycle.done:
+            return self.registry.of(row.function).output.decode(parsed(row.output), f"the end of {row.function}")
+        failure = None if row.error is None else Failure.from_json(json.loads(row.error))
+        kinds = {lifecycle.cancelled: RunCancelled, lifecycle.timed_out: RunTimedOut}
+        said = "" if failure is None else f": {failure.type}: {failure.message}"
+        raise kinds.get(row.status, RunFailed)(f"{_named(handle)} is {row.status.value}{said}", row.status, failure)
+
+    def _ending(self, ident: UUID, handle: object, session: Session | None) -> AnyRow:
+        parameters = self.runs.parameters((ident,))
+        row = self.on(session, lambda connection: connection.execute(self._result, parameters).one_or_none())
+        if row is None:
+            raise _not_found(handle)
+        return row
+
+    @cached_property
+    def _publish(self) -> Prepared:
+        changes = {self.rows.state: sql_cast(bound("state", Text()), JSONB)}
+        locking = self.runs.lock(self.runs.matches(), fence.holding(self.runs))
+        return self.store.prepare(self.runs.update(locking, changes).returning(self.runs.fence), "fence")
+
+    @cached_property
+    def _result(self) -> AnySelect:
+        runs = self.rows
+        texts = sql_cast(runs.result, Text).label("output"), sql_cast(runs.error, Text).label("error")
+        return select(runs.status.label("status"), runs.function.label("function"), *texts).where(runs.matches())
+
+    def extras(self) -> Sequence[ColumnElement[Any]]:
+        """What is read for a :class:`.FunctionSummary` beside what every run has."""
+        runs, receipts = self.rows, self.store.receipts
+        own = [column == key for column, key in zip(receipts.run_key, runs.key, strict=True)]
+        done = receipts.outcome == StepOutcome.SUCCEEDED.value
+        steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
+        last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
+        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority
+        return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
+
+    def wanted(
+        self,
+        *,
+        function: AnyBody | str | None = None,
+        key: str | None = None,
+        tenant: str | None = None,
+        **conditions: Any,
+    ) -> list[ColumnElement[bool]]:
+        """Return the conditions that a caller of ``find`` asks for."""
+        runs, found = self.rows, super().wanted(**conditions)
+        if function is not None:
+            name = function if isinstance(function, str) else self.registry.of(function).name
+            found.append(runs.function == name)
+        if key is not None and runs.idempotency_key is not None:
+            found.append(runs.idempotency_key == key)
+        if tenant is not None:
+            found.append(runs.tenant == tenant)
+        return found
+
+
+def _named(handle: object) -> str:
+    if isinstance(handle, FunctionHandle):
+        which = f"with the key {handle.key!r}" if handle.key is not None else str(handle.id)
+        return f"the run {which} of function {handle.function!r}"
+    return f"the run {handle}"
+
+
+def _not_found(handle: object) -> RunNotFound:
+    return RunNotFound(f"{_named(handle)} does not exist.")
