@@ -81,10 +81,12 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
     return requeued.returning(*changes, *(runs.notices if notify else ()))
 
 
-def request_cancel(runs: RunRows[Any]) -> Update:
+def request_cancel(runs: RunRows[Any], *, quietly: bool = False) -> Update:
     """Ask for a live run to be cancelled; the first instant is kept, and a run without a holder lands at once.
 
     A run whose expiry has passed is not asked: it leaves its status for expired only.
+
+    :param quietly: as for :meth:`.RunRows.update`.
     """
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
     living = [status for status in machine.transitions if status not in machine.terminal]
@@ -101,7 +103,7 @@ def request_cancel(runs: RunRows[Any]) -> Update:
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
     locking = runs.lock(runs.matches(), runs.in_flight())
-    return runs.update(locking, changes, until=runs.until(*living)).returning(*runs.key, *changes)
+    return runs.update(locking, changes, until=runs.until(*living), quietly=quietly).returning(*runs.key, *changes)
 
 
 def _expire(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:

@@ -547,8 +547,8 @@ class _Gate:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def wait(self) -> None:
-        self._lock.acquire()
+    def wait(self, seconds: float | None = None) -> None:
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     def open(self) -> None:
         self._lock.release()

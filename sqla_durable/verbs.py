@@ -260,7 +260,8 @@ class Verbs(Generic[RunT]):
         session.flush()
         with translated():
             connection = self.store.callers_connection(session)
-            row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
+            asking = reap.request_cancel(self.runs, quietly=session.twophase)
+            row: AnyRow = connection.execute(asking, self.runs.parameters(identity)).first()
         if row is not None and (loaded := self.runs.loaded(session, row, identity)) is not None:
             self.runs.show(loaded, row._mapping)
         return row is not None

@@ -490,8 +490,13 @@ class _Gate:
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
 
-    def wait(self) -> None:
-        await_only(self._opened)
+    def wait(self, seconds: float | None = None) -> None:
+        await_only(self._opened if seconds is None else self._within(seconds))
+
+    async def _within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._opened
 
     def open(self) -> None:
         self._loop.call_soon_threadsafe(self._open)
