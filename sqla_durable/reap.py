@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -59,7 +59,25 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
 
     :param notify: whether workers that listen are told of it.
     """
-    statuses = [runs.constant(status) for status in sorted(runs.lifecycle.requeue)]
+    return _requeue(runs, runs.lock(runs.matches(), _may_be_requeued(runs)), notify=notify)
+
+
+def requeue_all(
+    runs: RunRows[Any], conditions: Iterable[ColumnElement[bool]], limit: int, *, notify: bool = False
+) -> Update:
+    """Do the same with up to ``limit`` runs that meet the conditions, those that finished first; locked ones are left.
+
+    :param notify: as for :func:`requeue`.
+    """
+    locking = runs.lock(_may_be_requeued(runs), *conditions, skip_locked=True)
+    return _requeue(runs, locking.order_by(runs.finished_at).limit(at_most(limit)), notify=notify)
+
+
+def _may_be_requeued(runs: RunRows[Any]) -> ColumnElement[bool]:
+    return runs.status.in_([runs.constant(status) for status in sorted(runs.lifecycle.requeue)])
+
+
+def _requeue(runs: RunRows[Any], locking: AnySelect, *, notify: bool) -> Update:
     cleared = (
         runs.lease_owner,
         runs.lease_expires_at,
@@ -77,8 +95,8 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
     if runs.until(runs.lifecycle.ready) is not None:
         expires_at = runs.column("expires_at")
         changes[expires_at] = case((expires_at > clock.stamp(), expires_at))
-    requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
-    return requeued.returning(*changes, *(runs.notices if notify else ()))
+    returned = dict.fromkeys([*runs.key, *changes])
+    return runs.update(locking, changes).returning(*returned, *(runs.notices if notify else ()))
 
 
 def request_cancel(runs: RunRows[Any], *, quietly: bool = False) -> Update:
@@ -88,6 +106,22 @@ def request_cancel(runs: RunRows[Any], *, quietly: bool = False) -> Update:
 
     :param quietly: as for :meth:`.RunRows.update`.
     """
+    return _request_cancel(runs, runs.lock(runs.matches(), runs.in_flight()), quietly=quietly)
+
+
+def request_cancel_all(
+    runs: RunRows[Any], conditions: Iterable[ColumnElement[bool]], limit: int, *, quietly: bool = False
+) -> Update:
+    """Do the same with up to ``limit`` runs that meet the conditions and were not asked before; locked ones are left.
+
+    :param quietly: as for :func:`request_cancel`.
+    """
+    unasked = runs.in_flight(), runs.cancel_requested_at.is_(None)
+    locking = runs.lock(*unasked, *conditions, skip_locked=True)
+    return _request_cancel(runs, locking.order_by(*runs.key).limit(at_most(limit)), quietly=quietly)
+
+
+def _request_cancel(runs: RunRows[Any], locking: AnySelect, *, quietly: bool) -> Update:
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
     living = [status for status in machine.transitions if status not in machine.terminal]
     changes: dict[Column[Any], Any] = {
@@ -102,7 +136,6 @@ def request_cancel(runs: RunRows[Any], *, quietly: bool = False) -> Update:
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
-    locking = runs.lock(runs.matches(), runs.in_flight())
     return runs.update(locking, changes, until=runs.until(*living), quietly=quietly).returning(*runs.key, *changes)
 
 

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection
 from sqlalchemy.orm import Session
 
 from sqla_durable import fence, intent, listing, reap, receipt
+from sqla_durable.bulk import Bulk
 from sqla_durable.caller import unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
@@ -47,6 +48,7 @@ class Verbs(Generic[RunT]):
         self.reading = Reading(self.store)
         self.claims = self.claims_of(owner)
         self.heartbeat = Heartbeat(self.store)
+        self.bulk = Bulk(self.store, self.wanted)
 
     def claims_of(self, owner: str | None) -> Claims[RunT]:
         """Make what claims its runs."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, cast
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Connection, Text, func, select
+from sqlalchemy import ColumnElement, Connection, Text, and_, func, not_, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
-from sqla_durable import fence
+from sqla_durable import clock, fence, listing
 from sqla_durable.attempts import UNLIMITED
 from sqla_durable.caller import unproxied
 from sqla_durable.claims import Claims
@@ -30,7 +30,7 @@ from sqla_durable.exc import (
 from sqla_durable.failure import Failure
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
 from sqla_durable.functions.handle import FunctionHandle
-from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionT
+from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionStatus, FunctionT
 from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
 from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
@@ -233,6 +233,15 @@ class FunctionVerbs(Verbs[FunctionT]):
         said = "" if failure is None else f": {failure.type}: {failure.message}"
         raise kinds.get(row.status, RunFailed)(f"{named(handle)} is {row.status.value}{said}", row.status, failure)
 
+    def counts_by_function(self, conditions: Mapping[str, Any]) -> dict[str, dict[FunctionStatus, int]]:
+        """See :meth:`.Functions.counts`."""
+        statement = listing.counts(self.runs, self.wanted(**conditions), [self.rows.function])
+        counted: dict[str, dict[FunctionStatus, int]] = {}
+        rows = self.store.single(lambda connection: connection.execute(statement).all())
+        for name, status, count in map(tuple[Any, ...], rows):
+            counted.setdefault(name, dict.fromkeys(FunctionStatus, 0))[status] = count
+        return counted
+
     @cached_property
     def _publish(self) -> Prepared:
         changes = {self.rows.state: sql_cast(bound("state", Text()), JSONB)}
@@ -255,6 +264,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         function: AnyBody | str | None = None,
         key: str | None = None,
         tenant: str | None = None,
+        waiting: bool | None = None,
         **conditions: Any,
     ) -> list[ColumnElement[bool]]:
         """Return the conditions that a caller of ``find`` asks for."""
@@ -266,4 +276,7 @@ class FunctionVerbs(Verbs[FunctionT]):
             found.append(runs.idempotency_key == key)
         if tenant is not None:
             found.append(runs.tenant == tenant)
+        if waiting is not None:
+            waits = and_(runs.in_status(runs.lifecycle.ready), runs.available_at > clock.now())
+            found.append(waits if waiting else not_(waits))
         return found
