@@ -50,8 +50,8 @@ def refusing_referenced(runs: RunRows[Any], purged: int) -> Generator[None, None
         name = runs.entity.__name__
         raise RunReferenced(
             f"rows of table {table!r} refer to runs of {name} that are old enough to be purged ({constraint}), and "
-            f"keep them from being deleted; {purged} others are gone. Declare that foreign key with ondelete='CASCADE' or "
-            "'SET NULL', or delete those rows first.",
+            f"keep them from being deleted; {purged} others are gone. Declare that foreign key with ondelete='CASCADE' "
+            "or 'SET NULL', or delete those rows first.",
             table,
             constraint,
             purged,

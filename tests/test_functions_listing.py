@@ -39,7 +39,7 @@ def some(jobs: Functions[Job]) -> dict[str, Any]:
     made = {
         "done": started(jobs, tenant="acme"),
         "failed": started(jobs, "refuse", key="f"),
-        "cancelled": started(jobs, tenant="acme", **{"run_at": HOUR}),
+        "cancelled": started(jobs, tenant="acme", run_at=HOUR),
         "waiting": started(jobs, "refuse", tenant="acme", run_at=HOUR),
         "due": started(jobs),
     }
@@ -205,10 +205,10 @@ def test_a_row_that_is_locked_is_left(engine: Engine, jobs: Functions[Job]) -> N
 def test_nothing_is_done_to_all_runs_by_leaving_the_conditions_out(jobs: Functions[Job], plans: Runs[Plan]) -> None:
     with jobs.session_factory() as session:
         for call in (
-            lambda: jobs.requeue_all(),
+            jobs.requeue_all,
             lambda: jobs.requeue_all(tenant=None),
             lambda: jobs.cancel_all(session),
-            lambda: plans.requeue_all(),
+            plans.requeue_all,
             lambda: plans.cancel_all(session, status=None),
         ):
             with pytest.raises(UsageError, match="no condition"):

@@ -55,7 +55,7 @@ class FunctionSummary(RunSummary):
     @property
     def waiting(self) -> bool:
         """Whether it waits: ready, and not due yet when it was read."""
-        return self.status == FunctionStatus.READY and self.available_at > self.created_at + self.age
+        return self.status in {FunctionStatus.READY} and self.available_at > self.created_at + self.age
 
     @property
     def cancellable(self) -> bool:
