@@ -5,6 +5,7 @@ needs greenlet.
 """
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
@@ -33,6 +34,7 @@ from sqla_durable.exc import (
     StepReused,
     StepTimeout,
     Suspended,
+    TimedOut,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -70,6 +72,7 @@ __all__ = [
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
+    "DeadlineMixin",
     "DurableError",
     "Effect",
     "Ending",
@@ -119,6 +122,7 @@ __all__ = [
     "StepReused",
     "StepTimeout",
     "Suspended",
+    "TimedOut",
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",

@@ -19,6 +19,7 @@
      +-- HolderError             this holder may not go on with its run
      |    +-- LostLease              the fence moved on: the holder may write nothing any more
      |    +-- Cancelled              someone asked for this run to be cancelled
+     |    +-- TimedOut               the run ran past its deadline
      |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- StepFailed              a replayed step's recorded failure
      +-- RunFailed               a run whose result is asked for has failed
@@ -138,6 +139,10 @@ class LostLease(HolderError):
 
 class Cancelled(HolderError):
     """Someone asked for this run to be cancelled; it can only land as cancelled now."""
+
+
+class TimedOut(HolderError):
+    """The run ran past its deadline; it can only land as timed out now."""
 
 
 class Suspended(HolderError):

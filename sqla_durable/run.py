@@ -10,7 +10,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, func, text
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Integer,
+    String,
+    and_,
+    case,
+    event,
+    false,
+    func,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
@@ -18,6 +32,7 @@ from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock, expiry, frozen
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin, deadline
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
@@ -132,12 +147,13 @@ class RunRows(Rows[RunT]):
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
         keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)
-        limited = issubclass(entity, AttemptsMixin)
+        limited, timed = issubclass(entity, AttemptsMixin), issubclass(entity, DeadlineMixin)
         self.idempotency_key = self.column("idempotency_key") if keyed else None
         self.key_fingerprint = self.column("key_fingerprint") if keyed else None
         self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
         self.priority = self.column("priority") if prioritized else None
         self.max_attempts = self.column("max_attempts") if limited else None
+        self.max_duration = self.column("max_duration") if timed else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
@@ -153,6 +169,15 @@ class RunRows(Rows[RunT]):
         if self.max_attempts is None:
             return None if most is None else self.attempts >= most
         return self.attempts >= (self.max_attempts if most is None else func.coalesce(self.max_attempts, most))
+
+    @cached_property
+    def deadline(self) -> ColumnElement[datetime] | None:
+        """The instant at which the time of a run's execution is over; None where no run of the class has a limit."""
+        return None if self.max_duration is None else deadline(self.started_at, self.max_duration)
+
+    def out_of_time(self) -> list[ColumnElement[bool]]:
+        """The condition that a run's deadline has passed on the database clock, in a class that has deadlines."""
+        return [] if self.deadline is None else [func.coalesce(self.deadline <= clock.stamp(), false())]
 
     def until(self, *sources: StrEnum) -> ColumnElement[Any] | None:
         """Until when a run may leave one of ``sources``. See :func:`.expiry.until`."""

@@ -11,7 +11,7 @@ from psycopg import Binary
 from sqlalchemy import Connection
 
 from sqla_durable import fence
-from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageError
+from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut, UsageError
 from sqla_durable.ground import Ground, Sessions
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
@@ -19,6 +19,7 @@ from sqla_durable.receipt import ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
 from sqla_durable.sqlstate import retry_outages
+from sqla_durable.stop import Stop, reasons
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -89,6 +90,7 @@ class Store(Ground, Generic[RunT]):
 
         :raises LostLease: where the lease is lost.
         :raises Cancelled: where the write is refused because of a cancel request.
+        :raises TimedOut: where it is refused because the run's deadline has passed.
         """
         row = self.single(write)
         return self.execute(lambda _, connection: self.held(connection, lease, write)) if row is None else row
@@ -109,14 +111,14 @@ class Store(Ground, Generic[RunT]):
             return row
         raise self.lost(connection, lease)
 
-    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled:
+    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled | TimedOut:
         """Return the error for a write that matched no row, saying who holds the run now."""
         row = connection.execute(self.look, self.runs.parameters(lease.identity)).one_or_none()
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
         if row is None:
             return LostLease(f"{name} is gone; fence {lease.fence} may write nothing any more.", lease)
-        if row.fence == lease.fence and row.cancel_requested_at is not None and row.lease_owner == lease.owner:
-            return self.cancelled(lease)
+        if row.fence == lease.fence and (told := self._refusal(row, lease)) is not None:
+            return self.stopped(lease, told)
         holder = f", held by {row.lease_owner}" if row.lease_owner else ""
         return LostLease(
             f"{name} is {row.status.value} under fence {row.fence}{holder}; the holder with fence {lease.fence} may "
@@ -124,9 +126,21 @@ class Store(Ground, Generic[RunT]):
             lease,
         )
 
-    def cancelled(self, lease: Lease) -> Cancelled:
-        """Return the error for a run that someone asked to cancel."""
+    def _refusal(self, row: AnyRow, lease: Lease) -> Stop | None:
+        """Return why a write of this very holder was refused, if that is why."""
+        runs = self.runs
+        if runs.deadline is not None and row.status == runs.lifecycle.timed_out:
+            return Stop.TIMED_OUT  # landed by the holder's heartbeat
+        if row.lease_owner != lease.owner:
+            return None
+        requested, late = row.cancel_requested_at is not None, runs.deadline is not None and row.out_of_time
+        return reasons(runs, requested=requested, late=late)
+
+    def stopped(self, lease: Lease, told: Stop) -> Cancelled | TimedOut:
+        """Return the error for a run that has to stop."""
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
+        if told is Stop.TIMED_OUT:
+            return TimedOut(f"{name} ran past its deadline; it can only land as timed out now.", lease)
         return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
 
     @cached_property
@@ -142,7 +156,8 @@ class Store(Ground, Generic[RunT]):
     @cached_property
     def beat(self) -> Prepared:
         """See :func:`.fence.beat`."""
-        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed")
+        left = () if self.runs.deadline is None else ("time_left",)
+        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed", *left)
 
     @cached_property
     def look(self) -> AnySelect:

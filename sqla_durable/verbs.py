@@ -110,7 +110,8 @@ class Verbs(Generic[RunT]):
         :param at_once: whether it was claimed for this very call, and is fenced again only where that is no longer a
          matter of the same moment.
         """
-        holder.refuse_ended()
+        if holder.lost is None:  # one that its heartbeat has landed meanwhile is told so as any other
+            holder.refuse_ended()
         fresh = at_once and holder.was_just_claimed()
         return self._begin(holder, holder.refuse_lost if fresh else holder.renew, handler, on_lost)
 

@@ -121,8 +121,8 @@ class AsyncStepping(Handle[RunT]):
     ) -> Coroutine[Any, Any, ResultT]:
         """Issue an operation at most once, then poll it until it ends, without a worker that waits for it.
 
-        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, or a cancel request, a ``start`` under way
-        is not cancelled: its ids are recorded first.
+        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, a cancel request, or the deadline passed, a
+        ``start`` under way is not cancelled: its ids are recorded first.
         """
 
         operation: Operation[IdsT, ResultT] = Operation(
@@ -232,8 +232,8 @@ class AsyncRuns(Generic[RunT]):
     ) -> Outcome:
         """Carry a run out. See :meth:`.Runs.execute`.
 
-        When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
-        :class:`asyncio.CancelledError` at its next ``await``.
+        When the heartbeat finds the lease lost, a cancel request, or the deadline passed, the handler is cancelled; it
+        sees :class:`asyncio.CancelledError` at its next ``await``.
         """
         known = self._handle(target)
         held = target if known is None else known.holder
@@ -411,6 +411,7 @@ class _Watch:
         self._caller = asyncio.current_task()
         self._before = 0 if self._caller is None else self._caller.cancelling()
         self._task: asyncio.Task[object] | None = None
+        self._cancelled = False
         self.spared: Callable[[], bool] = lambda: False
         """Whether the task is at something that ends with an error of its own where the lease is lost."""
 
@@ -438,7 +439,9 @@ class _Watch:
             raise asyncio.CancelledError
 
     def _cancel(self) -> None:
-        if self._task is not None and not self.spared():
+        # Once: a second time would break off what the handler does to clean up.
+        if self._task is not None and not self._cancelled and not self.spared():
+            self._cancelled = True
             self._task.cancel()
 
 
