@@ -191,7 +191,7 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
 
 
 def scheduling(runs: RunRows[Any]) -> list[str]:
-    """The attributes of mixins that say when, how often and for how long a run is carried out, as a caller may."""
+    """The attributes of mixins that a caller may give: when, how often and for how long a run is carried out."""
     names = {
         "available_at": True,
         "priority": runs.priority is not None,
