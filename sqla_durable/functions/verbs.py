@@ -128,7 +128,11 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Return the attributes of a run that is to be started."""
         text = definition.encode(given)
         retry = definition.retry
-        own: dict[str, Any] = {"function": definition.name, "input": parsed(text)}
+        own: dict[str, Any] = {
+            "function": definition.name,
+            "input": parsed(text),
+            "max_duration": definition.max_duration,
+        }
         if retry is not None:
             own["max_attempts"] = UNLIMITED if retry.max_attempts is None else retry.max_attempts
         if twice := sorted({*own, "max_attempts"}.intersection(values)):
