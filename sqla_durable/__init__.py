@@ -15,6 +15,7 @@ from sqla_durable.exc import (
     KeyConflict,
     LostLease,
     NestedStep,
+    NotAnswered,
     NotIssued,
     OperationFailed,
     OperationUnknown,
@@ -23,6 +24,8 @@ from sqla_durable.exc import (
     RetryableError,
     RunInFlight,
     RunNotFound,
+    SignalMismatch,
+    SignalTimeout,
     StepFailed,
     StepReused,
     StepTimeout,
@@ -30,6 +33,8 @@ from sqla_durable.exc import (
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
+    UpdateFailed,
+    UpdateTimeout,
     UsageError,
 )
 from sqla_durable.execution import Ending, Outcome
@@ -45,7 +50,9 @@ from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Run, Runs
+from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 from sqla_durable.worker import Worker
 
 __all__ = [
@@ -67,6 +74,7 @@ __all__ = [
     "Lifecycle",
     "LostLease",
     "NestedStep",
+    "NotAnswered",
     "NotIssued",
     "OperationFailed",
     "OperationUnknown",
@@ -85,6 +93,9 @@ __all__ = [
     "RunNotFound",
     "RunSummary",
     "Runs",
+    "SignalMismatch",
+    "SignalMixin",
+    "SignalTimeout",
     "StatusMachine",
     "StepFailed",
     "StepOutcome",
@@ -94,7 +105,10 @@ __all__ = [
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",
+    "UpdateFailed",
+    "UpdateTimeout",
     "UsageError",
+    "WaitMixin",
     "Work",
     "Worker",
 ]

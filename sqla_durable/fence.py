@@ -16,6 +16,7 @@ from sqlalchemy import (
     BigInteger,
     Column,
     ColumnElement,
+    DateTime,
     Interval,
     String,
     Text,
@@ -37,6 +38,9 @@ from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
 
 HISTORY = 20
+UNTIL = "durable_until"
+# Not infinity, which psycopg cannot load; and no time zone makes it later than what Python's datetime can hold.
+FAR_FUTURE = literal_column("timestamptz '9999-01-01 00:00:00+00'", DateTime(timezone=True))
 
 
 def holding(runs: RunRows[Any]) -> ColumnElement[bool]:
@@ -188,6 +192,20 @@ def park(runs: RunRows[Any], *, failed: bool) -> Update:
     return _hand_back(runs, changes, [])
 
 
+def wait(runs: RunRows[Any], locking: AnySelect, *, for_signal: bool) -> Update:
+    """Hand the run back to wait, as :func:`park` does: until an instant, or until a signal makes it due.
+
+    :param locking: selects what the holder has locked, as :meth:`.Rows.lock` does, with the instant as :data:`UNTIL`,
+     which may be NULL.
+    :param for_signal: whether it waits for the signal of the given ``name``.
+    """
+    until = func.least(func.coalesce(named(UNTIL, DateTime(timezone=True)), FAR_FUTURE), FAR_FUTURE)
+    changes: dict[Column[Any], Any] = {**_no_lease(runs), runs.available_at: until, runs.attempts: 0, runs.error: None}
+    if for_signal and runs.waits_for is not None:
+        changes[runs.waits_for] = bound("name", String())
+    return _hand_back(runs, changes, [], locking=locking)
+
+
 def remember(runs: RunRows[Any], error: ColumnElement[Any], step: ColumnElement[Any]) -> ColumnElement[Any]:
     """Return the run's failure history with ``error`` added, without its traceback, and the oldest dropped.
 
@@ -205,6 +223,7 @@ def _hand_back(
     changes: dict[Column[Any], Any],
     landings: list[tuple[ColumnElement[bool], StrEnum]],
     *,
+    locking: AnySelect | None = None,
     notify: bool = False,
 ) -> Update:
     """Move the run back to ready, unless someone asked to cancel it or another of the conditions lands it."""
@@ -220,7 +239,7 @@ def _hand_back(
         }
     else:
         changes |= {runs.status: ready}
-    released = runs.update(runs.lock(runs.matches(), holding(runs)), changes)
+    released = runs.update(runs.lock(runs.matches(), holding(runs)) if locking is None else locking, changes)
     return released.returning(*changes, *(runs.notices if notify else ()))
 
 

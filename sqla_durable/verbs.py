@@ -27,6 +27,7 @@ from sqla_durable.reading import Reading
 from sqla_durable.receipt import Receipt
 from sqla_durable.rows import AnyRow, Ident, arguments
 from sqla_durable.run import RunT
+from sqla_durable.sending import Sending
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
 from sqla_durable.store import Store
@@ -44,10 +45,19 @@ class Verbs(Generic[RunT]):
     :param run: the run class.
     :param receipt: its receipt class.
     :param owner: the holder's name; by default made of host, process and chance.
+    :param signals: its signal class, if it has one.
     """
 
-    def __init__(self, sessions: Sessions, run: type[RunT], receipt: type[Any], owner: str | None) -> None:
-        self.store: Store[RunT] = Store(sessions, run, receipt)
+    def __init__(
+        self,
+        sessions: Sessions,
+        run: type[RunT],
+        receipt: type[Any],
+        owner: str | None,
+        signals: type[Any] | None = None,
+    ) -> None:
+        self.store: Store[RunT] = Store(sessions, run, receipt, signals)
+        self.sending = Sending(self.store)
         self.runs = self.store.runs
         self.reading = Reading(self.store)
         self.claims = Claims(self.store, self.reading, owner)
