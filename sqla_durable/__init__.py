@@ -18,6 +18,7 @@ from sqla_durable.exc import (
     KeyConflict,
     LostLease,
     NestedStep,
+    NotAnswered,
     NotIssued,
     OperationFailed,
     OperationUnknown,
@@ -30,6 +31,8 @@ from sqla_durable.exc import (
     RunNotFound,
     RunNotLanded,
     RunTimedOut,
+    SignalMismatch,
+    SignalTimeout,
     StepFailed,
     StepReused,
     StepTimeout,
@@ -38,6 +41,8 @@ from sqla_durable.exc import (
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
+    UpdateFailed,
+    UpdateTimeout,
     UsageError,
 )
 from sqla_durable.execution import Ending, Outcome
@@ -63,7 +68,9 @@ from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Run, Runs
+from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 from sqla_durable.worker import Worker
 
 __all__ = [
@@ -94,6 +101,7 @@ __all__ = [
     "Lifecycle",
     "LostLease",
     "NestedStep",
+    "NotAnswered",
     "NotIssued",
     "OperationFailed",
     "OperationUnknown",
@@ -116,6 +124,9 @@ __all__ = [
     "RunSummary",
     "RunTimedOut",
     "Runs",
+    "SignalMismatch",
+    "SignalMixin",
+    "SignalTimeout",
     "StatusMachine",
     "StepFailed",
     "StepOutcome",
@@ -126,7 +137,10 @@ __all__ = [
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",
+    "UpdateFailed",
+    "UpdateTimeout",
     "UsageError",
+    "WaitMixin",
     "Work",
     "Worker",
     "function_lifecycle",

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     ColumnElement,
+    DateTime,
     Interval,
     String,
     Text,
@@ -43,6 +44,9 @@ from sqla_durable.run import RunRows
 from sqla_durable.stop import judged_once
 
 HISTORY = 20
+UNTIL = "durable_until"
+# Not infinity, which psycopg cannot load; and no time zone makes it later than what Python's datetime can hold.
+FAR_FUTURE = literal_column("timestamptz '9999-01-01 00:00:00+00'", DateTime(timezone=True))
 
 
 def holding(runs: RunRows[Any]) -> ColumnElement[bool]:
@@ -220,6 +224,20 @@ def park(runs: RunRows[Any], *, failed: bool) -> Update:
     return _hand_back(runs, changes, [])
 
 
+def wait(runs: RunRows[Any], locking: AnySelect, *, for_signal: bool) -> Update:
+    """Hand the run back to wait, as :func:`park` does: until an instant, or until a signal makes it due.
+
+    :param locking: selects what the holder has locked, as :meth:`.Rows.lock` does, with the instant as :data:`UNTIL`,
+     which may be NULL, and what :func:`held` tells of its deadline.
+    :param for_signal: whether it waits for the signal of the given ``name``.
+    """
+    until = func.least(func.coalesce(named(UNTIL, DateTime(timezone=True)), FAR_FUTURE), FAR_FUTURE)
+    changes: dict[Column[Any], Any] = {**_no_lease(runs), runs.available_at: until, runs.attempts: 0, runs.error: None}
+    if for_signal and runs.waits_for is not None:
+        changes[runs.waits_for] = bound("name", String())
+    return _hand_back(runs, changes, [], locking=locking)
+
+
 def remember(runs: RunRows[Any], error: ColumnElement[Any], step: ColumnElement[Any]) -> ColumnElement[Any]:
     """Return the run's failure history with ``error`` added, without its traceback, and the oldest dropped.
 
@@ -237,17 +255,17 @@ def _hand_back(
     changes: dict[Column[Any], Any],
     landings: list[tuple[ColumnElement[bool], StrEnum]],
     *,
+    locking: AnySelect | None = None,
     notify: bool = False,
 ) -> Update:
     """Move the run back to ready, unless it has to stop or another of the conditions lands it."""
     lifecycle = runs.lifecycle
     ready = runs.constant(lifecycle.ready)
-    locking = runs.lock(runs.matches(), holding(runs))
     late = literal_column(f"target.{OUT_OF_TIME}", Boolean())
+    if locking is None:
+        locking = _judged(runs, runs.lock(runs.matches(), holding(runs)))
     if runs.deadline is not None:
-        timed_out, over = _timing_out(runs)
-        locking = judged(locking, over)
-        landings = [(late, timed_out), *landings]
+        landings = [(late, _timing_out(runs)[0]), *landings]
     if lifecycle.cancelled is not None:
         landings = [(runs.cancel_requested_at.is_not(None), lifecycle.cancelled), *landings]
     if landings:
@@ -281,6 +299,11 @@ def _overrun(runs: RunRows[Any]) -> dict[Column[Any], Any]:
     fields = "type", cast("TimedOut", Text), "message", message, "traceback", cast(null(), Text)
     error = func.jsonb_build_object(*fields, type_=JSONB)
     return {runs.error: error, runs.failures: remember(runs, error, cast(null(), Text))}
+
+
+def _judged(runs: RunRows[Any], locking: AnySelect) -> AnySelect:
+    """What ``locking`` locks, with whether its deadline has passed by then."""
+    return locking if runs.deadline is None else judged(locking, runs.deadline)
 
 
 def _in_time(runs: RunRows[Any], locking: AnySelect) -> AnySelect:

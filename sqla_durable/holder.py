@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from sqlalchemy import Connection, Update
@@ -42,9 +43,10 @@ from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import arguments
 from sqla_durable.run import RunT
 from sqla_durable.status import assignments
-from sqla_durable.step import Recorded, Steps, replayed
+from sqla_durable.step import Recorded, Steps, refuse_other_kind, replayed
 from sqla_durable.stop import Stop, reasons
 from sqla_durable.store import Store
+from sqla_durable.waiting import Parked
 
 ValueT = TypeVar("ValueT")
 _log = logging.getLogger("sqla_durable")
@@ -149,7 +151,7 @@ class Holder(Generic[RunT]):
             with self.within(name):
                 return self.steps.transactional(self.lease, name, body, codec)
 
-        return self._step(key, Effect.TRANSACTIONAL, codec, live)
+        return self.step(key, Effect.TRANSACTIONAL, codec, live)
 
     def external(self, key: str | int, codec: Codec[ValueT], call: Callable[[], ValueT]) -> ValueT:
         """See :meth:`.Run.external`."""
@@ -179,15 +181,27 @@ class Holder(Generic[RunT]):
                 result = replayed(recorded.receipt, effect, codec)
             return Recorded(recorded.receipt, result, recorded.stop)
 
-        return self._step(key, effect, codec, live)
+        return self.step(key, effect, codec, live)
 
-    def _step(
-        self, key: str | int, effect: Effect, codec: Codec[ValueT], live: Callable[[str], Recorded[ValueT]]
+    def step(
+        self,
+        key: str | int,
+        effect: Effect,
+        codec: Codec[ValueT],
+        live: Callable[[str], Recorded[ValueT]],
+        record_failure: Callable[[str, Failure], Receipt] | None = None,
     ) -> ValueT:
+        """Answer a step from its receipt, or carry it out.
+
+        :param live: carries it out and records it.
+        :param record_failure: records what ``live`` has raised, where that is final; by default as any step's.
+        """
         name = self.take(key)
         known = self.receipts.get(name)
         with self.raising(name):
-            if known is not None and name not in self._seen:
+            if known is not None and not known.outcome.terminal:
+                refuse_other_kind(known, effect)
+            elif known is not None and name not in self._seen:
                 # A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
                 self._seen.add(name)
                 value = replayed(known, effect, codec)
@@ -200,18 +214,26 @@ class Holder(Generic[RunT]):
                 raise
             except Exception as error:
                 if not self.decide(name, error).retryable:
-                    self._record_failure(name, effect, error)
+                    record = record_failure or partial(self._failure_of_step, effect)
+                    self._record_failure(name, record, error)
                 raise
         self.succeeded(recorded.receipt, recorded.stop)
         return recorded.value
 
-    def _record_failure(self, name: str, effect: Effect, error: Exception) -> None:
+    def _record_failure(self, name: str, record: Callable[[str, Failure], Receipt], error: Exception) -> None:
         try:
-            receipt = self.steps.record(self.lease, name, effect, failure=Failure.of(error)).receipt
+            receipt = record(name, Failure.of(error))
         except DurableError as ours:
             raise ours from error
-        self.receipts[name] = receipt
-        self._seen.add(name)
+        self.failed(receipt)
+
+    def _failure_of_step(self, effect: Effect, name: str, failure: Failure) -> Receipt:
+        return self.steps.record(self.lease, name, effect, failure=failure).receipt
+
+    def failed(self, receipt: Receipt) -> None:
+        """Note that a step has failed for good; in place it may be tried again."""
+        self.receipts[receipt.step] = receipt
+        self._seen.add(receipt.step)
 
     def succeeded(self, receipt: Receipt, told: Stop | None) -> None:
         """Note that a step has succeeded, so that its key is used up; and what the run has to stop for, if it has."""
@@ -433,14 +455,33 @@ class Holder(Generic[RunT]):
         self.refuse_unreleasable()
         delay = policy.clamped(delay)
         self._end(fence.park(self.store.runs, failed=error is not None), error, delay=delay)
+        self._unwind(f"waits for {what}; it is {self.status.value}, and due in {delay}", error)
+
+    def park_by(self, parked: Callable[[], Parked | ValueT], what: str) -> ValueT:
+        """Do the same by a write that may find that there is nothing to wait for; return what it returns then."""
+        self._ending = True
+        try:
+            found = parked()
+            if isinstance(found, Parked):
+                self._show(found.changed)
+        except (LostLease, Cancelled, TimedOut) as lost:
+            self.note(lost)
+            raise
+        finally:
+            self._ending = False
+        if isinstance(found, Parked):
+            self._unwind(f"waits for {what}; it is {self.status.value}, and due at {found.until:%Y-%m-%d %H:%M:%S%z}")
+        return found
+
+    def _unwind(self, what: str, error: Exception | None = None) -> NoReturn:
+        """Raise what unwinds the handler of a run that was handed back."""
         lifecycle = self.store.runs.lifecycle
         if self.status == lifecycle.cancelled:
             unwinds: HolderError = self.store.stopped(self.lease, Stop.CANCELLED)
         elif self.status == lifecycle.timed_out:
             unwinds = self.store.stopped(self.lease, Stop.TIMED_OUT)
         else:
-            name = f"{self.store.runs.entity.__name__} {self.lease.identity!r}"
-            unwinds = Suspended(f"{name} waits for {what}; it is {self.status.value}, and due in {delay}.", self.lease)
+            unwinds = Suspended(f"{self.store.runs.entity.__name__} {self.lease.identity!r} {what}.", self.lease)
         self.note(unwinds)
         raise unwinds from error
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
@@ -42,6 +42,7 @@ from sqla_durable.sqlstate import (
 from sqla_durable.stop import Stop
 from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
+from sqla_durable.waiting import Waits, timed_out
 
 ValueT = TypeVar("ValueT")
 _OPENED = "renew_at", "opened", "idle_limit"
@@ -100,6 +101,21 @@ class Written:
     stop: Stop | None
 
 
+class Beside:
+    """What a kind of step does in the transaction of its body, besides what every step does: here nothing."""
+
+    effect = Effect.TRANSACTIONAL
+
+    def opened(self, connection: Connection) -> None:
+        """Before the body; what it raises rolls the transaction back."""
+
+    def sealed(self, connection: Connection, result: str) -> None:
+        """After the receipt was sealed with ``result``, and right before the commit."""
+
+
+NOTHING_BESIDE: Final = Beside()
+
+
 class Steps:
     """The steps of one store's runs."""
 
@@ -107,29 +123,38 @@ class Steps:
         self.store = store
 
     def transactional(
-        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
+        self,
+        lease: Lease,
+        key: str,
+        body: Callable[[Any], ValueT],
+        codec: Codec[ValueT],
+        beside: Beside = NOTHING_BESIDE,
     ) -> Recorded[ValueT]:
         """Run a step's body in one transaction with its receipt, again where it conflicts with another transaction.
 
+        :param beside: what else is done in that transaction.
         :raises LostLease: where the fence has moved on; the body is not called.
         """
-        return retry_conflicts(lambda: self._attempt(lease, key, body, codec))
+        return retry_conflicts(lambda: self._attempt(lease, key, body, codec, beside))
 
-    def _attempt(self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]) -> Recorded[ValueT]:
+    def _attempt(
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT], beside: Beside
+    ) -> Recorded[ValueT]:
         session = self.store.sessions.step()
         transaction: StepTransaction | None = None
         returned = False
         try:
             connection, transaction = self._begin(session)
-            opened = self._open(connection, lease, key)
+            opened = self._open(connection, lease, key, beside.effect)
             if not opened.opened:
-                return self._known(connection, lease, key, codec)
+                return self._known(connection, lease, key, codec, beside.effect)
+            beside.opened(connection)
             value = body(session.facade)
             returned = True
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at)
+            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at, beside)
             receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
@@ -154,7 +179,7 @@ class Steps:
         row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         told = stop.stop_of(self.store.runs, row)
         if row.recorded_at is None:
-            known = self.store.single(lambda connection: self._read(connection, lease, key))
+            known = self.read(lease, key)
             return Written(known, before=True, stop=told)
         return Written(self._receipt(lease, key, effect, row.recorded_at, result, failure), before=False, stop=told)
 
@@ -171,6 +196,11 @@ class Steps:
         """The receipts of operations."""
         return Intents(self.store)
 
+    @cached_property
+    def waits(self) -> Waits:
+        """The receipts of signals and sleeps."""
+        return Waits(self.store)
+
     # the parts of the sentence
 
     def _begin(self, session: StepSession) -> tuple[Connection, StepTransaction]:
@@ -179,8 +209,8 @@ class Steps:
         session.bind_step(connection)
         return connection, StepTransaction(session, transaction, connection, self.guard)
 
-    def _open(self, connection: Connection, lease: Lease, key: str) -> AnyRow:
-        parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
+    def _open(self, connection: Connection, lease: Lease, key: str, effect: Effect) -> AnyRow:
+        parameters = self.store.parameters(lease, step=key, effect=effect.value)
         row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
         if (told := stop.stop_of(self.store.runs, row)) is not None:
             raise self.store.stopped(lease, told)
@@ -194,6 +224,7 @@ class Steps:
         key: str,
         text: str,
         renew_at: Any,
+        beside: Beside,
     ) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
         try:
@@ -202,13 +233,20 @@ class Steps:
             raise transaction.unsealed(error) from error
         if row is None:
             raise ended("a statement of its own")
+        beside.sealed(connection, text)
         if row.renewal_due:
             self.store.renew.first(connection, self.store.parameters(lease))
-        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None)
+        return self._receipt(lease, key, beside.effect, row.recorded_at, text, None)
 
-    def _known(self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT]) -> Recorded[ValueT]:
+    def _known(
+        self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT], effect: Effect
+    ) -> Recorded[ValueT]:
         receipt = self._read(connection, lease, key)
-        return Recorded(receipt, replayed(receipt, Effect.TRANSACTIONAL, codec))
+        return Recorded(receipt, replayed(receipt, effect, codec))
+
+    def read(self, lease: Lease, key: str) -> Receipt:
+        """Read the receipt of a step that has one."""
+        return self.store.single(lambda connection: self._read(connection, lease, key))
 
     def _record(self, connection: Connection, values: dict[str, Any]) -> AnyRow | None:
         return self.recording.first(connection, values)
@@ -264,10 +302,13 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
     """Return the result that a receipt holds.
 
     :raises StepFailed: where the step had failed.
+    :raises SignalTimeout: where it was a wait that timed out.
     :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
     """
     refuse_other_kind(receipt, effect)
     if receipt.failure is not None:
+        if (timeout := timed_out(receipt)) is not None:
+            raise timeout
         raise StepFailed(receipt.step, receipt.failure)
     return codec.decode(receipt.result, receipt.step)
 

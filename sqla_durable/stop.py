@@ -41,10 +41,14 @@ def judged_once(runs: RunRows[Any], locking: AnySelect) -> CTE:
     return held.prefix_with("MATERIALIZED")
 
 
+def late(held: CTE) -> list[ColumnElement[bool]]:
+    """Whether the deadline of a ``held`` run has passed, in a class that has deadlines."""
+    return [held.c[OUT_OF_TIME]] if OUT_OF_TIME in held.c else []
+
+
 def told(held: CTE) -> list[ColumnElement[Any]]:
     """The columns by which a statement tells about a ``held`` run that has its ``cancel_requested_at``."""
-    late = [held.c[OUT_OF_TIME]] if OUT_OF_TIME in held.c else []
-    return [held.c.cancel_requested_at.is_not(None).label("cancel_requested"), *late]
+    return [held.c.cancel_requested_at.is_not(None).label("cancel_requested"), *late(held)]
 
 
 def names(runs: RunRows[Any]) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut,
 from sqla_durable.ground import Ground, Sessions
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
-from sqla_durable.receipt import ReceiptRows
+from sqla_durable.receipt import ReceiptMixin, ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
+from sqla_durable.signal import SignalMixin, SignalRows
 from sqla_durable.sqlstate import retry_outages
 from sqla_durable.stop import Stop, reasons
 
@@ -32,8 +33,9 @@ class Store(Ground, Generic[RunT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param signals: its signal class, if it has one.
     :param rows: makes the rows of the run class.
-    :raises ConfigurationError: where the two do not belong together.
+    :raises ConfigurationError: where they do not belong together.
     """
 
     def __init__(
@@ -41,20 +43,41 @@ class Store(Ground, Generic[RunT]):
         sessions: Sessions,
         run: type[RunT],
         receipt: type[Any],
+        signals: type[Any] | None = None,
         rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
             raise ConfigurationError(f"{mapped!r} is not a mapped class with RunMixin.")
-        answered: type[Any] | None = getattr(receipt, "__run__", None)
-        if answered is None or not issubclass(run, answered):
+        if not _belongs(receipt, ReceiptMixin, run):
             raise ConfigurationError(
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
         self.runs = rows(run)
         self.receipts = ReceiptRows(receipt)
-        super().__init__(sessions, self.runs.mapper, self.receipts.mapper)
+        if signals is not None and not _belongs(signals, SignalMixin, run):
+            raise ConfigurationError(
+                f"{signals!r} does not hold the signals of {run.__name__}; declare it as "
+                f"class {run.__name__}Signal(SignalMixin[{run.__name__}], Base)."
+            )
+        self._signals = None if signals is None else SignalRows(signals)
+        mappers = [rows.mapper for rows in (self.runs, self.receipts, self._signals) if rows is not None]
+        super().__init__(sessions, *mappers)
+
+    @property
+    def signals(self) -> SignalRows:
+        """The rows of the signal class.
+
+        :raises ConfigurationError: where there is none.
+        """
+        if self._signals is None:
+            run = self.runs.entity.__name__
+            raise ConfigurationError(
+                f"{run} has no table for signals: declare class {run}Signal(SignalMixin[{run}], Base), with WaitMixin "
+                f"on {run}, and pass it as signals={run}Signal."
+            )
+        return self._signals
 
     def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
         """Return the lease that a claim issued."""
@@ -163,3 +186,11 @@ class Store(Ground, Generic[RunT]):
     def look(self) -> AnySelect:
         """See :func:`.fence.look`."""
         return fence.look(self.runs)
+
+
+def _belongs(entity: object, mixin: type[Any], run: type[Any]) -> bool:
+    """Whether a class is made of ``mixin[run]``, or of a class that ``run`` inherits from."""
+    if not isinstance(entity, type) or not issubclass(entity, mixin):
+        return False
+    of: type[Any] | None = getattr(entity, "__run__", None)
+    return of is not None and issubclass(run, of)

@@ -26,6 +26,7 @@ from sqla_durable.reading import Reading
 from sqla_durable.receipt import Receipt
 from sqla_durable.rows import AnyRow, Ident, arguments
 from sqla_durable.run import RunT
+from sqla_durable.sending import Sending
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
 from sqla_durable.store import Store
@@ -44,6 +45,7 @@ class Verbs(Generic[RunT]):
     def __init__(self, store: Store[RunT], owner: str | None) -> None:
         self.store = store
         self.runs = store.runs
+        self.sending = Sending(store)
         self.reading = Reading(self.store)
         self.claims = self.claims_of(owner)
         self.heartbeat = Heartbeat(self.store)

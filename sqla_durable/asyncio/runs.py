@@ -11,17 +11,17 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.codec import Codec, codec_for
+from sqla_durable.codec import Codec, codec_for, codec_for_argument, codec_of
 from sqla_durable.dispatch import AsyncWork, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
@@ -36,12 +36,15 @@ from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.runs import Handle, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
+from sqla_durable.wait import Answer, Sleep, Wait
 
 P = ParamSpec("P")
 IdsT = TypeVar("IdsT")
+PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
 
 
@@ -135,6 +138,50 @@ class AsyncStepping(Handle[RunT]):
         )
         return self._alone(key, partial(operation.carry_out, key))
 
+    @overload
+    def wait(
+        self, name: str, type_: type[ResultT], *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, ResultT]: ...
+
+    @overload
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, Any]: ...
+
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Take the oldest signal of that name, or hand the run back until there is one. See :meth:`.Run.wait`."""
+
+        wait: Wait[Any] = Wait(self.holder, name, codec_of(type_), key=key, timeout=timeout)
+        return self._alone(wait.key, wait.carry_out)
+
+    def answer(
+        self,
+        name: str,
+        fn: Callable[[AsyncSession, PayloadT], Awaitable[ResultT]],
+        *,
+        timeout: timedelta | None = None,
+        key: str | int | None = None,
+    ) -> Coroutine[Any, Any, ResultT]:
+        """Take a signal likewise, and reply with what ``fn(session, payload)`` returns. See :meth:`.Run.answer`."""
+
+        answer: Answer[PayloadT, ResultT] = Answer(
+            self.holder,
+            name,
+            codec_for_argument(fn, 1),
+            codec_for(fn),
+            lambda session, payload: _wait_for(fn(session, payload), fn),
+            key=key,
+            timeout=timeout,
+        )
+        return self._alone(answer.key, answer.carry_out)
+
+    def sleep(self, key: str | int, duration: timedelta | datetime, /) -> Coroutine[Any, Any, None]:
+        """Wait until an instant without a worker that waits. See :meth:`.Run.sleep`."""
+
+        return self._alone(key, partial(Sleep(self.holder, duration).carry_out, key))
+
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
         await greenlet_spawn(self.holder.renew)
@@ -193,6 +240,7 @@ class AsyncRuns(Generic[RunT]):
     :param run: the mapped class with :class:`.RunMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
     :param owner: the name that leases carry for people to read.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -203,8 +251,9 @@ class AsyncRuns(Generic[RunT]):
         receipt: type[ReceiptMixin[Any]],
         *,
         owner: str | None = None,
+        signals: type[SignalMixin[Any]] | None = None,
     ) -> None:
-        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt), owner)
+        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt, signals), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -305,6 +354,35 @@ class AsyncRuns(Generic[RunT]):
     async def requeue(self, ident: object) -> bool:
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
+
+    @overload
+    async def update(
+        self,
+        ident: object,
+        name: str,
+        payload: object,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ResultT],
+    ) -> ResultT: ...
+
+    @overload
+    async def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any: ...
+
+    async def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any:
+        """Send a signal, and wait for what the run replies. See :meth:`.Runs.update`."""
+        return await greenlet_spawn(self._verbs.sending.update, ident, name, payload, type_, returns, timeout)
+
+    async def signal(
+        self, session: AsyncSession, ident: object, name: str, payload: object = None, *, type_: Any = Any
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction. See :meth:`.Runs.signal`."""
+        return await session.run_sync(self._verbs.sending.signal, ident, name, payload, type_)
 
     async def start(self, session: AsyncSession, /, *, key: str | None = None, **values: Any) -> RunT:
         """Start a run in the caller's transaction. See :meth:`.Runs.start`."""

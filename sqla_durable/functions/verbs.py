@@ -80,7 +80,7 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, rows=FunctionRows), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
