@@ -91,6 +91,7 @@ def _requeue(runs: RunRows[Any], locking: AnySelect, *, notify: bool) -> Update:
         runs.attempts: 0,
         runs.available_at: clock.stamp(),
         **dict.fromkeys(cleared, null()),
+        **runs.waits_no_more(),
     }
     if runs.until(runs.lifecycle.ready) is not None:
         expires_at = runs.column("expires_at")
@@ -136,6 +137,8 @@ def _request_cancel(runs: RunRows[Any], locking: AnySelect, *, quietly: bool) ->
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
+        if runs.waits_for is not None:
+            changes[runs.waits_for] = case((at_once, null()), else_=runs.waits_for)
     return runs.update(locking, changes, until=runs.until(*living), quietly=quietly).returning(*runs.key, *changes)
 
 
@@ -145,6 +148,7 @@ def _expire(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Upd
         runs.status: runs.constant(expired),
         runs.lease_owner: null(),  # of a holder that was reaped, and might have resumed
         runs.finished_at: clock.stamp(),
+        **runs.waits_no_more(),
     }
     return runs.update(locking, changes, name).returning(*runs.key)
 

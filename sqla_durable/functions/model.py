@@ -10,10 +10,11 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import ARRAY, Boolean, Column, ColumnElement, String, Uuid, and_, any_, case, false
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Mapped, Mapper, mapped_column
+from sqlalchemy.orm import Mapped, Mapper, declared_attr, mapped_column
 
 from sqla_durable import wake
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
@@ -91,7 +92,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.
@@ -117,11 +118,14 @@ class FunctionMixin(AttemptsMixin, KeyMixin, PriorityMixin, RunMixin):
         id = mapped_column(Uuid, primary_key=True, default=uuid4, sort_order=_SORT_ORDER)
         function = mapped_column(String(NAME_LENGTH), nullable=False, sort_order=_SORT_ORDER + 1)
         tenant = mapped_column(String(TENANT_LENGTH), sort_order=_SORT_ORDER + 2)
-        status = function_statuses.column(sort_order=_SORT_ORDER + 3)
         input = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 4)
         output = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 5)
         state = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 6)
         awaited = mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
+
+        @declared_attr  # it is listened to, which no import should do
+        def status(cls):  # noqa: N805 - a class method, as SQLAlchemy calls it
+            return function_statuses.column(sort_order=_SORT_ORDER + 3)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

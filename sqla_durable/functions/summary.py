@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionStatus
@@ -55,7 +55,9 @@ class FunctionSummary(RunSummary):
     @property
     def waiting(self) -> bool:
         """Whether it waits: ready, and not due yet when it was read."""
-        return self.status in {FunctionStatus.READY} and self.available_at > self.created_at + self.age
+        return (
+            cast(FunctionStatus, self.status) is FunctionStatus.READY and self.available_at > self.created_at + self.age
+        )
 
     @property
     def cancellable(self) -> bool:
