@@ -554,7 +554,8 @@ class Runs(Generic[RunT]):
 
         :param name: from 1 to 200 printable characters.
         :param payload: what the run is handed.
-        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON.
+        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON, or as the
+         pydantic model, dataclass or other value that it is.
         :return: True if it was sent; False where the run has landed.
         :raises RunNotFound: where there is no such run.
         :raises ResultError: where the payload would not come back equal.

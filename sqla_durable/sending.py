@@ -115,7 +115,7 @@ class Sending:
         name = signal_name(name)
         identity = self._store.runs.identity(ident)
         try:
-            text, _ = codec_of(type_, "the payload").round_trip(payload, name)
+            text, _ = codec_of(_type_of(payload, type_), "the payload").round_trip(payload, name)
         except ResultError as error:
             said = str(error).removeprefix(f"step {name!r}: ")
             raise ResultError(f"the payload of signal {name!r}: {said}") from error
@@ -174,3 +174,9 @@ class Sending:
     @cached_property
     def _replies(self) -> AnySelect:
         return replies(self._store.runs, self._store.signals)
+
+
+def _type_of(payload: object, type_: Any) -> Any:
+    """Return how a payload is stored: as is said, or as what it is, where that is not plain JSON of some kind."""
+    plain = payload is None or isinstance(payload, str | int | float | list | dict)
+    return type(payload) if type_ is Any and not plain else type_

@@ -25,10 +25,12 @@ from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
+from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+ReplyT = TypeVar("ReplyT")
 RowT = DefaultingTypeVar("RowT", bound=FunctionMixin, default=Any)
 
 
@@ -57,6 +59,7 @@ class AsyncFunctions(Generic[FunctionT]):
     :param session_factory: makes the session of each transaction; bound to one asyncio engine.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
     :raises ConfigurationError: where the classes do not belong together.
     """
@@ -67,10 +70,11 @@ class AsyncFunctions(Generic[FunctionT]):
         run: type[FunctionT],
         receipt: type[ReceiptMixin[Any]],
         *,
+        signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
     ) -> None:
         self._registry = Registry("AsyncFunctions")
-        self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, owner, self._registry)
+        self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -212,6 +216,55 @@ class AsyncFunctions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         given = [(each,) for each in every]
         return await session.run_sync(self._verbs.start_many, function, given, keys, values)
+
+    async def signal(
+        self,
+        session: AsyncSession,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        type_: Any = Any,
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction. See :meth:`.Functions.signal`."""
+        return await session.run_sync(self._verbs.signal, handle, name, payload, type_)
+
+    @overload
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ReplyT],
+    ) -> ReplyT: ...
+
+    @overload
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any: ...
+
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any:
+        """Send a signal, and return what the run replies. See :meth:`.Functions.update`."""
+        return await greenlet_spawn(self._verbs.update, handle, name, payload, type_, returns, timeout)
 
     async def request_cancel(self, session: AsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""

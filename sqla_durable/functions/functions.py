@@ -22,10 +22,12 @@ from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
 from sqla_durable.runs import SyncSessions, plain, refuse_coroutine
+from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+ReplyT = TypeVar("ReplyT")
 When = datetime | timedelta | ColumnElement[datetime]
 """When a run is due: an aware datetime, an SQL expression, or a duration from now on the database's clock."""
 NO_INPUT: Final[Any] = object()
@@ -47,6 +49,7 @@ class Functions(Generic[FunctionT]):
     :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
     :raises ConfigurationError: where the classes do not belong together.
     """
@@ -57,10 +60,11 @@ class Functions(Generic[FunctionT]):
         run: type[FunctionT],
         receipt: type[ReceiptMixin[Any]],
         *,
+        signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
     ) -> None:
         self._registry = Registry("Functions")
-        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, owner, self._registry)
+        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -233,6 +237,76 @@ class Functions(Generic[FunctionT]):
         keys = None if key is None else [key(each) for each in every]
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_many(session, function, [(each,) for each in every], keys, values)
+
+    def signal(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        type_: Any = Any,
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction: it is sent if, and only if, the caller commits.
+
+        A run that waits for it, with ``run.wait()`` or ``run.answer()``, becomes due; one that does not wait yet finds
+        it when it comes to that. See :meth:`.Runs.signal`.
+
+        :param name: the signal's, from 1 to 200 printable characters.
+        :param payload: what the run is handed: a JSON value, a pydantic model, a dataclass.
+        :param type_: how the payload is stored, as an annotation would say it; by default as what it is.
+        :return: True if it was sent; False where the run has landed.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.signal(session, handle, name, payload, type_)
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ReplyT],
+    ) -> ReplyT: ...
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any: ...
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any:
+        """Send a signal in a transaction of its own, and return what the run replies with ``run.answer()``.
+
+        :param timeout: for how long to wait for the reply.
+        :param returns: what the reply is decoded as; by default plain JSON.
+        :raises UpdateFailed: where what the run called to answer it has failed for good.
+        :raises UpdateTimeout: where no reply came in time; the signal stays sent.
+        :raises NotAnswered: where the run has ended without a reply, or has taken the signal with ``run.wait()``.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        """
+        return self._verbs.update(handle, name, payload, type_, returns, timeout)
 
     def request_cancel(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled; the first instant is kept.

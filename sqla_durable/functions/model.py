@@ -21,6 +21,7 @@ from sqla_durable.retry import Retry
 from sqla_durable.rows import bound
 from sqla_durable.run import RunMixin, RunRows
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 
 NAME_LENGTH: Final = 200
 TENANT_LENGTH: Final = 200
@@ -90,7 +91,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, WaitMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.

@@ -65,6 +65,7 @@ class FunctionVerbs(Verbs[FunctionT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param signals: its signal class, if it has one.
     :param owner: the holder's name.
     :param registry: the functions that this process knows.
     """
@@ -72,7 +73,13 @@ class FunctionVerbs(Verbs[FunctionT]):
     summary = FunctionSummary
 
     def __init__(
-        self, sessions: Sessions, run: type[FunctionT], receipt: type[Any], owner: str | None, registry: Registry
+        self,
+        sessions: Sessions,
+        run: type[FunctionT],
+        receipt: type[Any],
+        signals: type[Any] | None,
+        owner: str | None,
+        registry: Registry,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, FunctionMixin)):
@@ -80,7 +87,7 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, rows=FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, signals, rows=FunctionRows), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
@@ -169,6 +176,24 @@ class FunctionVerbs(Verbs[FunctionT]):
     def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.request_cancel`."""
         return self.request_cancel(session, self.ident(handle, session))
+
+    def signal(
+        self, session: Session, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
+    ) -> bool:
+        """See :meth:`.Functions.signal`."""
+        return self.sending.signal(session, self.ident(handle, session), name, payload, type_)
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object,
+        type_: Any,
+        returns: Any,
+        timeout: timedelta,
+    ) -> Any:
+        """See :meth:`.Functions.update`."""
+        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout)
 
     def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.requeue`."""
@@ -292,7 +317,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         done = receipts.outcome == StepOutcome.SUCCEEDED.value
         steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
         last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
-        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority
+        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority, runs.waits_for
         return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
 
     def wanted(
