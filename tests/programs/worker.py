@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import Session, sessionmaker
 
 import sqla_durable.asyncio.worker
-import sqla_durable.worker
+import sqla_durable.threads
 from sqla_durable import LostLease, Run, Runs, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 from sqla_durable.holder import Holder
@@ -180,7 +180,7 @@ def stop_when_claimed() -> None:
 def main(url: str, form: str, given: str) -> None:
     logging.basicConfig(level=logging.INFO)
     options = json.loads(given)
-    sqla_durable.worker.RELEASING = sqla_durable.asyncio.worker.RELEASING = options.pop("releasing")
+    sqla_durable.threads.RELEASING = sqla_durable.asyncio.worker.RELEASING = options.pop("releasing")
     if options.pop("stops_when_claimed", False):
         stop_when_claimed()
     for name in ("poll", "grace"):
