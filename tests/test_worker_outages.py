@@ -16,7 +16,7 @@ from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Worker, embedded
-from sqla_durable.verbs import Verbs
+from sqla_durable.claims import Claims
 from tests.support import (
     Background,
     Base,
