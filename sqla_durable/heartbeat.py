@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,7 +62,9 @@ class Heartbeat:
         engine = self._store.own_engine()
         try:
             while True:
-                time.sleep(self._store.runs.lifecycle.heartbeat.total_seconds())
+                # Not time.sleep(), which over asyncio would be within a greenlet: a thread that wakes up in there while
+                # the interpreter is shut down has the process end by SIGSEGV.
+                self._store.sessions.sleep(self._store.runs.lifecycle.heartbeat.total_seconds())
                 with self._lock:
                     carried_out = dict(self._carried_out)
                     if not carried_out:
