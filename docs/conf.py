@@ -62,9 +62,8 @@ PUBLIC_NAMES = {
 }
 
 # Type variables and parameter specifications have no page to lead to.
-nitpick_ignore_regex = [
-    ("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|P\.args|P\.kwargs)")
-]
+_TYPE_VARIABLES = "P|StatusT|RunT|IdsT|ResultT|WorkT|WorkT_co|InputT|OutputT|FunctionT"
+nitpick_ignore_regex = [("py:.*", rf"(.*\.)?({_TYPE_VARIABLES}|P\.args|P\.kwargs)")]
 
 
 def use_public_names(_: Sphinx, doctree: nodes.document) -> None:

@@ -5,6 +5,7 @@ needs greenlet.
 """
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
@@ -17,6 +18,7 @@ from sqla_durable.exc import (
     KeyConflict,
     LostLease,
     NestedStep,
+    NotAnswered,
     NotIssued,
     OperationFailed,
     OperationUnknown,
@@ -29,13 +31,18 @@ from sqla_durable.exc import (
     RunNotFound,
     RunNotLanded,
     RunTimedOut,
+    SignalMismatch,
+    SignalTimeout,
     StepFailed,
     StepReused,
     StepTimeout,
     Suspended,
+    TimedOut,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
+    UpdateFailed,
+    UpdateTimeout,
     UsageError,
 )
 from sqla_durable.execution import Ending, Outcome
@@ -61,7 +68,9 @@ from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Run, Runs
+from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 from sqla_durable.worker import Worker
 
 __all__ = [
@@ -70,6 +79,7 @@ __all__ = [
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
+    "DeadlineMixin",
     "DurableError",
     "Effect",
     "Ending",
@@ -91,6 +101,7 @@ __all__ = [
     "Lifecycle",
     "LostLease",
     "NestedStep",
+    "NotAnswered",
     "NotIssued",
     "OperationFailed",
     "OperationUnknown",
@@ -113,16 +124,23 @@ __all__ = [
     "RunSummary",
     "RunTimedOut",
     "Runs",
+    "SignalMismatch",
+    "SignalMixin",
+    "SignalTimeout",
     "StatusMachine",
     "StepFailed",
     "StepOutcome",
     "StepReused",
     "StepTimeout",
     "Suspended",
+    "TimedOut",
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",
+    "UpdateFailed",
+    "UpdateTimeout",
     "UsageError",
+    "WaitMixin",
     "Work",
     "Worker",
     "function_lifecycle",

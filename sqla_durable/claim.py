@@ -81,4 +81,12 @@ def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:
         runs.lease_owner: bound("owner", String()),
         runs.lease_expires_at: clock.stamp() + clock.interval(runs.lifecycle.lease),
         runs.started_at: clock.stamp(),
+        **_no_longer_waits(runs),
     }
+
+
+def _no_longer_waits(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+    """A run that waited is due from now on: released, it must not wait on where no signal would wake it."""
+    if runs.waits_for is None:
+        return {}
+    return {**runs.waits_no_more(), runs.available_at: func.least(runs.available_at, clock.stamp())}

@@ -125,13 +125,32 @@ def codec_for(fn: Callable[..., object], *, apart_from: type | None = None) -> C
     return codec
 
 
-def codec_for_parameter(fn: Callable[..., object], name: str) -> Codec[Any]:
-    """The codec of the annotation of one of ``fn``'s parameters; without one, that of plain JSON values.
+def codec_for_argument(fn: Callable[..., object], position: int) -> Codec[Any]:
+    """The codec of the annotation of a positional parameter of ``fn``; without one, that of plain JSON values.
 
+    :param position: as ``fn`` is called, so that what a method or partial is bound to does not count.
     :raises UsageError: when the annotation cannot be resolved, or pydantic has no schema for it.
     """
     owner = _owner(fn)
-    return codec_of(_annotation(owner, name), f"{_name(owner)}, parameter {name}")
+    kinds = inspect.Parameter
+    annotation: Any = Any
+    positional = [
+        parameter
+        for parameter in inspect.signature(fn).parameters.values()
+        if parameter.kind in {kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD, kinds.VAR_POSITIONAL}
+    ]
+    if positional and (len(positional) > position or positional[-1].kind is kinds.VAR_POSITIONAL):
+        annotation = positional[min(position, len(positional) - 1)].annotation
+    if annotation is kinds.empty:
+        annotation = Any
+    try:
+        annotation = _resolved(inspect.unwrap(owner), annotation)
+    except Exception as error:
+        raise UsageError(
+            f"{_name(owner)}: the annotation {annotation!r} of argument {position + 1} cannot be resolved ({error});"
+            " import its names at run time, not only under TYPE_CHECKING, and define them at module level."
+        ) from error
+    return codec_of(annotation, _name(owner))
 
 
 _codecs: WeakKeyDictionary[Any, Codec[Any]] = WeakKeyDictionary()
@@ -198,21 +217,18 @@ def _owner(fn: Any) -> Any:
     return fn
 
 
-def _annotation(owner: Any, parameter: str = "return") -> Any:
+def _annotation(owner: Any) -> Any:
     annotation = owner
     try:
         if not isinstance(owner, type):
-            annotation = getattr(owner, "__annotations__", {}).get(parameter, Any)
+            annotation = getattr(owner, "__annotations__", {}).get("return", Any)
         annotation = _resolved(inspect.unwrap(owner), annotation)
     except Exception as error:
         raise UsageError(
-            f"{_name(owner)}: the {parameter} annotation {annotation!r} cannot be resolved ({error}); import its"
+            f"{_name(owner)}: the return annotation {annotation!r} cannot be resolved ({error}); import its"
             " names at run time, not only under TYPE_CHECKING, and define them at module level."
         ) from error
-    if parameter == "return" and typing.get_origin(annotation) in (
-        collections.abc.Awaitable,
-        collections.abc.Coroutine,
-    ):
+    if typing.get_origin(annotation) in (collections.abc.Awaitable, collections.abc.Coroutine):
         return typing.get_args(annotation)[-1]
     return annotation
 

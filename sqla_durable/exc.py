@@ -16,15 +16,21 @@
      |    +-- ResultError            a result that does not survive being stored
      |    +-- ReceiptMismatch        a receipt that belongs to another kind of step, or does not decode
      |    +-- InputError             an input that the function it is meant for does not take
+     |    +-- SignalMismatch         a signal's payload does not decode as what the run waits for
      +-- HolderError             this holder may not go on with its run
      |    +-- LostLease              the fence moved on: the holder may write nothing any more
      |    +-- Cancelled              someone asked for this run to be cancelled
+     |    +-- TimedOut               the run ran past its deadline
      |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- StepFailed              a replayed step's recorded failure
      +-- RunFailed               a run whose result is asked for has failed
      |    +-- RunCancelled           it was cancelled
      |    +-- RunTimedOut            it ran past its deadline
      +-- RunNotLanded            a run whose result is asked for has not ended yet
+     +-- SignalTimeout           no signal came in time; a TimeoutError, too
+     +-- UpdateFailed            what the run called to answer an update has failed
+     +-- UpdateTimeout           no answer to an update came in time; a TimeoutError, too
+     +-- NotAnswered             an update that nobody will answer any more
      +-- OperationFailed         raised by a poll: the operation itself has failed
      +-- OperationUnknown        an operation may have been issued; what became of it was not recorded
      +-- RetryableError          nothing was decided; the same call may be made again
@@ -121,6 +127,10 @@ class InputError(UsageError):
     """An input that the function it is meant for does not take, or that PostgreSQL could not store; no run exists."""
 
 
+class SignalMismatch(UsageError):
+    """A signal's payload does not decode as what the run waits for; the signal is not consumed."""
+
+
 class HolderError(DurableError):
     """This holder may not go on with its run; ``lease`` says which."""
 
@@ -138,6 +148,10 @@ class LostLease(HolderError):
 
 class Cancelled(HolderError):
     """Someone asked for this run to be cancelled; it can only land as cancelled now."""
+
+
+class TimedOut(HolderError):
+    """The run ran past its deadline; it can only land as timed out now."""
 
 
 class Suspended(HolderError):
@@ -181,6 +195,37 @@ class RunTimedOut(RunFailed):
 
 class RunNotLanded(DurableError, TimeoutError):
     """The run whose result was asked for has not ended within the time given; it goes on."""
+
+
+class SignalTimeout(DurableError, TimeoutError):
+    """No signal came within the timeout of a wait; ``step`` is its key. A replay raises the same."""
+
+    def __init__(self, message: str, step: str) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UpdateFailed(DurableError):
+    """What the run called to answer an update has failed for good; ``failure`` is what was recorded."""
+
+    def __init__(self, name: str, failure: Failure) -> None:
+        super().__init__(name, failure)
+        self.name = name
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"update {self.name!r} failed with {self.failure.type}: {self.failure.message}"
+
+
+class UpdateTimeout(DurableError, TimeoutError):
+    """No answer to an update came in time. The update stays sent, and may still be answered."""
+
+
+class NotAnswered(DurableError):
+    """An update that nobody will answer: the run has ended, or has taken it as a signal that it only waited for."""
 
 
 class OperationFailed(DurableError):

@@ -61,6 +61,10 @@ class Sessions(Protocol):
         """Run ``work``, which uses connections, in the thread that calls this."""
         ...
 
+    def block(self, wait: Callable[[], object]) -> None:
+        """Within that ``work``: call what blocks the thread."""
+        ...
+
 
 class Ground:
     """One engine, reached through one sessionmaker.
@@ -109,8 +113,14 @@ class Ground:
         """Compile a statement for this engine."""
         return Prepared(statement, self.engine, *columns)
 
-    def connection(self, session: Session) -> Connection:
-        """Return the connection of a session of the sessionmaker's, having refused one that would not do."""
+    def connection(self, session: Session, isolation: str | None = None) -> Connection:
+        """Return the connection of a session of the sessionmaker's, having refused one that would not do.
+
+        :param isolation: the isolation level to begin the transaction at; by default the user's.
+        """
+        if isolation is not None:
+            options = {"isolation_level": isolation}
+            session.connection(bind_arguments={"mapper": self._mappers[0]}, execution_options=options)
         connection = self.callers_connection(session)
         if connection.engine.pool is not self.engine.pool:
             raise ConfigurationError(
@@ -132,10 +142,10 @@ class Ground:
         return connection
 
     @contextmanager
-    def transaction(self) -> Generator[tuple[Session, Connection], None, None]:
+    def transaction(self, isolation: str | None = None) -> Generator[tuple[Session, Connection], None, None]:
         """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
         with translated(), self.sessions.plain() as session, session.begin():
-            connection = self.connection(session)
+            connection = self.connection(session, isolation)
             with dropping(connection):
                 yield session, connection
 
@@ -189,11 +199,14 @@ class Ground:
         own._has_events = cast(Any, engine)._has_events  # noqa: SLF001
         return cast(Engine, own.execution_options(**engine.get_execution_options()))
 
-    def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
-        """Do ``work`` in a transaction of its own, again where it conflicts with another one."""
+    def execute(self, work: Callable[[Session, Connection], ValueT], isolation: str | None = None) -> ValueT:
+        """Do ``work`` in a transaction of its own, again where it conflicts with another one.
+
+        :param isolation: as for :meth:`connection`.
+        """
 
         def once() -> ValueT:
-            with self.transaction() as (session, connection):
+            with self.transaction(isolation) as (session, connection):
                 return work(session, connection)
 
         return retry_conflicts(once)

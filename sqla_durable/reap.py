@@ -73,6 +73,7 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
         runs.attempts: 0,
         runs.available_at: clock.stamp(),
         **dict.fromkeys(cleared, null()),
+        **runs.waits_no_more(),
     }
     if runs.until(runs.lifecycle.ready) is not None:
         expires_at = runs.column("expires_at")
@@ -100,6 +101,8 @@ def request_cancel(runs: RunRows[Any]) -> Update:
             runs.lease_owner: case((at_once, null()), else_=runs.lease_owner),
             runs.finished_at: case((at_once, clock.stamp()), else_=runs.finished_at),
         }
+        if runs.waits_for is not None:
+            changes[runs.waits_for] = case((at_once, null()), else_=runs.waits_for)
     locking = runs.lock(runs.matches(), runs.in_flight())
     return runs.update(locking, changes, until=runs.until(*living)).returning(*runs.key, *changes)
 
@@ -110,6 +113,7 @@ def _expire(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Upd
         runs.status: runs.constant(expired),
         runs.lease_owner: null(),  # of a holder that was reaped, and might have resumed
         runs.finished_at: clock.stamp(),
+        **runs.waits_no_more(),
     }
     return runs.update(locking, changes, name).returning(*runs.key)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from sqlalchemy import (
     CTE,
@@ -23,7 +23,6 @@ from sqlalchemy import (
     case,
     delete,
     func,
-    inspect,
     literal,
     not_,
     null,
@@ -40,9 +39,9 @@ from sqlalchemy.sql.dml import ReturningInsert
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
-from sqla_durable.lease import LeaseMixin
-from sqla_durable.mapping import add_check, add_foreign_key, root_table, when_mapped
-from sqla_durable.rows import AnySelect, Ident, Rows, among, bound
+from sqla_durable.mapping import add_check, add_foreign_key, when_mapped
+from sqla_durable.owned import OwnedRows, of_run_class
+from sqla_durable.rows import AnySelect, Ident, among, bound
 
 RunT = TypeVar("RunT")
 
@@ -62,6 +61,10 @@ class Effect(StrEnum):
     """At least once, with the same idempotency key each time: once, where the callee honours it."""
     OPERATION = "operation"
     """At most once: its intent is recorded before it is issued, and then it is only polled."""
+    SIGNAL = "signal"
+    """Exactly once: the signal is taken as its receipt is recorded, in one transaction."""
+    SLEEP = "sleep"
+    """None: it only waits until an instant that was recorded at first."""
 
 
 class StepOutcome(StrEnum):
@@ -74,7 +77,7 @@ class StepOutcome(StrEnum):
     ISSUED = "issued"
     """An operation's intent is recorded, and nothing after it: whether the service has it is not known."""
     PENDING = "pending"
-    """An operation's ids are recorded, and it has not ended yet as far as is known."""
+    """An operation's ids are recorded, or until when a run waits or sleeps, and it has not ended as far as is known."""
 
     @property
     def terminal(self) -> bool:
@@ -93,7 +96,8 @@ class Receipt:
     :param effect: how often the effect happens.
     :param fence: the fence of the holder that recorded it; of a pending operation, the issuer's.
     :param recorded_at: when, on the database clock; of an operation that has not ended, when it came as far as it has.
-    :param ids: what the service knows an operation by, as JSON; None for other steps.
+    :param ids: what the service knows an operation by, as JSON; of a wait or sleep that the run was handed back for, an
+     object whose ``until`` says until when; None for other steps.
     """
 
     step: str
@@ -152,28 +156,9 @@ else:
         __abstract__ = True
 
         def __class_getitem__(cls, run: Any) -> type[Any]:
-            if isinstance(run, TypeVar):
-                return cls
-            return type(f"{cls.__name__}[{getattr(run, '__name__', run)}]", (cls,), _run_key(run))
+            return of_run_class(cls, run, "receipts")
 
     ReceiptMixin.__doc__ = "The receipts of one run class, as in ``class PlanStep(ReceiptMixin[Plan], Base)``."
-
-
-def _run_key(run: Any) -> dict[str, Any]:
-    mapper = cast(Any, inspect(run, raiseerr=False)) if isinstance(run, type) else None
-    if mapper is None or not issubclass(run, LeaseMixin):
-        raise ConfigurationError(
-            f"ReceiptMixin[{run!r}]: not a mapped class with RunMixin. Define the run class above its receipts, and "
-            "give the class itself rather than its name."
-        )
-    table = root_table(mapper)
-    key = {
-        f"{table.name}_{column.name}": mapped_column(
-            f"{table.name}_{column.name}", column.type, primary_key=True, autoincrement=False, sort_order=-2
-        )
-        for column in mapper.base_mapper.primary_key
-    }
-    return {"__abstract__": True, "__run__": run, **key}
 
 
 def _configure(mapper: Mapper[Any]) -> None:
@@ -182,8 +167,8 @@ def _configure(mapper: Mapper[Any]) -> None:
             f"{mapper.class_.__name__} does not say whose receipts it holds; write ReceiptMixin[YourRunClass]."
         )
     receipts = ReceiptRows(mapper.class_)
-    _refuse_unfilled(receipts)
-    add_foreign_key(receipts.table, list(receipts.run_key), list(receipts.runs.key), ondelete="CASCADE")
+    receipts.refuse_unfilled(*(receipts.column(name) for name in (*_RECORDED, "unsealed")))
+    receipts.add_run_key()
     # The unsealed column comes first, or a convention that names a foreign key by its first column gives both
     # foreign keys one name.
     add_foreign_key(
@@ -202,36 +187,23 @@ def _configure(mapper: Mapper[Any]) -> None:
         receipts.result.is_(None),
         receipts.error.is_(None),
     )
-    # Neither result nor error, and of an operation only.
-    open_ended = receipts.unsealed.is_(None), receipts.result.is_(None), receipts.error.is_(None), receipts.is_operation
+    # Neither result nor error, and of what takes more than one execution only.
+    open_ended = receipts.unsealed.is_(None), receipts.result.is_(None), receipts.error.is_(None)
+    pending = or_(receipts.is_operation, receipts.is_waiting)
     outcome = {
         StepOutcome.SUCCEEDED.value: succeeded,
         StepOutcome.FAILED.value: failed,
-        StepOutcome.ISSUED.value: and_(*open_ended, receipts.ids.is_(None)),
-        StepOutcome.PENDING.value: and_(*open_ended, receipts.ids.is_not(None)),
+        StepOutcome.ISSUED.value: and_(*open_ended, receipts.is_operation, receipts.ids.is_(None)),
+        StepOutcome.PENDING.value: and_(*open_ended, pending, receipts.ids.is_not(None)),
     }
     add_check(receipts.table, "outcome", case(outcome, value=receipts.outcome, else_=under_way))
 
 
-def _refuse_unfilled(receipts: ReceiptRows) -> None:
-    ours = {*receipts.run_key, *(receipts.column(name) for name in (*_RECORDED, "unsealed"))}
-    for column in receipts.table.columns:
-        if column not in ours and not column.nullable and column.server_default is None:
-            raise ConfigurationError(
-                f"{receipts.entity.__name__}.{receipts.attribute(column)} may not be null and has no server_default; "
-                "receipts are written in SQL, where a Python default= does not apply. Give it a server_default."
-            )
-
-
-class ReceiptRows(Rows[Any]):
+class ReceiptRows(OwnedRows):
     """The rows of a receipt class, with the columns that the library's statements speak of."""
 
     def __init__(self, entity: type[Any]) -> None:
         super().__init__(entity)
-        self.runs: Rows[Any] = Rows(entity.__run__)
-        self.run_key: tuple[Column[Any], ...] = tuple(
-            self.table.c[f"{self.runs.table.name}_{column.name}"] for column in self.runs.key
-        )
         self.step = self.column("step")
         self.outcome = self.column("outcome")
         self.result = self.column("result")
@@ -247,6 +219,16 @@ class ReceiptRows(Rows[Any]):
         """The condition that a receipt is of an operation."""
         return self.effect == literal(Effect.OPERATION.value, String)
 
+    @property
+    def is_waiting(self) -> ColumnElement[bool]:
+        """The condition that a receipt is of a signal that a run waits for, or of a sleep."""
+        return or_(*(self.effect == literal(effect.value, String) for effect in (Effect.SIGNAL, Effect.SLEEP)))
+
+    @property
+    def until(self) -> ColumnElement[datetime]:
+        """Until when a run waits or sleeps, on the database clock."""
+        return sql_cast(self.ids["until"].astext, DateTime(timezone=True))
+
     def in_outcome(self, *outcomes: StepOutcome) -> ColumnElement[bool]:
         """The condition that a receipt has one of these outcomes."""
         return or_(*(self.outcome == literal(outcome.value, String) for outcome in outcomes))
@@ -257,14 +239,15 @@ class ReceiptRows(Rows[Any]):
         return and_(self.in_outcome(StepOutcome.FAILED), not_(self.is_operation))
 
     @property
+    def may_be_overwritten(self) -> ColumnElement[bool]:
+        """The condition that a receipt is not final: it may be done again, or says that a run waits."""
+        return or_(self.may_be_done_again, and_(self.in_outcome(StepOutcome.PENDING), self.is_waiting))
+
+    @property
     def guard(self) -> str:
         """The name of the constraint that refuses to commit an unsealed receipt."""
         key = next(key for key in self.unsealed.foreign_keys if key.column is self.step)
         return str(key.constraint and key.constraint.name)
-
-    def of_run(self) -> list[ColumnElement[bool]]:
-        """The conditions that a receipt belongs to the run with the given key."""
-        return [column == bind for column, bind in zip(self.run_key, self.runs.binds(), strict=True)]
 
     def recorded(self) -> list[ColumnElement[Any]]:
         """The columns that :func:`receipt_of` reads.
@@ -282,7 +265,7 @@ def opening(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     Inserted before the body rather than after it, the receipt also answers whether another transaction has recorded
     this step: its unique key sees what the statement's snapshot does not. One that failed earlier is opened again.
     """
-    return _insert(receipts, held, {receipts.unsealed: literal(UNSEALED, String)})
+    return insert_receipt(receipts, held, {receipts.unsealed: literal(UNSEALED, String)})
 
 
 def sealing(receipts: ReceiptRows) -> Update:
@@ -314,7 +297,7 @@ def recording(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
         receipts.error: json_bound("error"),
         receipts.recorded_at: clock.stamp(),
     }
-    return _insert(receipts, held, values)
+    return insert_receipt(receipts, held, values)
 
 
 def of_runs(receipts: ReceiptRows, identities: Sequence[Ident]) -> AnySelect:
@@ -361,7 +344,10 @@ def from_held(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], Any
     return insert(receipts.table).from_select(list(named), rows, include_defaults=False), list(named)
 
 
-def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]) -> ReturningInsert[Any]:
+def insert_receipt(
+    receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], ColumnElement[Any]]
+) -> ReturningInsert[Any]:
+    """Insert a receipt of a run that is ``held``; one that is not final is overwritten."""
     statement, named = from_held(receipts, held, values)
     again = [receipts.outcome, receipts.result, receipts.error, receipts.unsealed]
     replaced = {
@@ -371,7 +357,7 @@ def _insert(receipts: ReceiptRows, held: CTE, values: Mapping[Column[Any], Colum
     return statement.on_conflict_do_update(
         index_elements=[*receipts.run_key, receipts.step],
         set_=replaced,
-        where=receipts.may_be_done_again,
+        where=receipts.may_be_overwritten,
     ).returning(receipts.recorded_at)
 
 

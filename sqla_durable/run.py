@@ -10,7 +10,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, func, text
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Integer,
+    String,
+    and_,
+    case,
+    event,
+    false,
+    func,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
@@ -18,6 +32,7 @@ from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock, expiry, frozen
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin, deadline
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
@@ -26,6 +41,7 @@ from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fil
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.rows import Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
+from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
 
 _SORT_ORDER = 1010
@@ -78,8 +94,10 @@ class RunMixin(LeaseMixin, TransitionHook):
                 f"{cls.__name__} becomes {to.value} by a claim, which issues its fence and lease; use Runs.claim() or "
                 "Runs.execute()."
             )
-        finished_at = clock.stamp() if to in lifecycle.machine.terminal else None
-        return {"lease_owner": None, "lease_expires_at": None, "finished_at": finished_at}
+        landed = to in lifecycle.machine.terminal
+        waits_no_more = {"waits_for": None} if landed and issubclass(cls, WaitMixin) else {}
+        finished_at = clock.stamp() if landed else None
+        return {"lease_owner": None, "lease_expires_at": None, "finished_at": finished_at, **waits_no_more}
 
     @classmethod
     def __held__(cls) -> AbstractSet[StrEnum]:
@@ -132,12 +150,15 @@ class RunRows(Rows[RunT]):
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
         keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)
-        limited = issubclass(entity, AttemptsMixin)
+        limited, timed = issubclass(entity, AttemptsMixin), issubclass(entity, DeadlineMixin)
+        waiting = issubclass(entity, WaitMixin)
         self.idempotency_key = self.column("idempotency_key") if keyed else None
         self.key_fingerprint = self.column("key_fingerprint") if keyed else None
         self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
         self.priority = self.column("priority") if prioritized else None
         self.max_attempts = self.column("max_attempts") if limited else None
+        self.max_duration = self.column("max_duration") if timed else None
+        self.waits_for = self.column("waits_for") if waiting else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
@@ -153,6 +174,19 @@ class RunRows(Rows[RunT]):
         if self.max_attempts is None:
             return None if most is None else self.attempts >= most
         return self.attempts >= (self.max_attempts if most is None else func.coalesce(self.max_attempts, most))
+
+    @cached_property
+    def deadline(self) -> ColumnElement[datetime] | None:
+        """The instant at which the time of a run's execution is over; None where no run of the class has a limit."""
+        return None if self.max_duration is None else deadline(self.started_at, self.max_duration)
+
+    def out_of_time(self) -> list[ColumnElement[bool]]:
+        """The condition that a run's deadline has passed on the database clock, in a class that has deadlines."""
+        return [] if self.deadline is None else [func.coalesce(self.deadline <= clock.stamp(), false())]
+
+    def waits_no_more(self) -> dict[Column[Any], Any]:
+        """The assignment that a run waits for nothing, in rows that can wait."""
+        return {} if self.waits_for is None else {self.waits_for: None}
 
     def until(self, *sources: StrEnum) -> ColumnElement[Any] | None:
         """Until when a run may leave one of ``sources``. See :func:`.expiry.until`."""

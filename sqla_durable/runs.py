@@ -6,14 +6,14 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Collection
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable.codec import Codec, codec_for
+from sqla_durable.codec import Codec, codec_for, codec_for_argument, codec_of
 from sqla_durable.dispatch import Work, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
@@ -26,11 +26,14 @@ from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.signal import SignalMixin
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
+from sqla_durable.wait import Answer, Sleep, Wait
 
 P = ParamSpec("P")
 IdsT = TypeVar("IdsT")
+PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
 
 
@@ -197,6 +200,86 @@ class Stepping(Handle[RunT]):
         with self._one_at_a_time:
             return operation.carry_out(key)
 
+    @overload
+    def wait(
+        self, name: str, type_: type[ResultT], *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> ResultT: ...
+
+    @overload
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Any: ...
+
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Any:
+        """Take the oldest signal of that name which no step has taken: exactly once, with a receipt.
+
+        While there is none the run is handed back and :class:`.Suspended` unwinds the handler; no attempt is counted,
+        and no worker waits. A signal makes the run due, and the next execution comes back here.
+
+        :param name: the signal's, from 1 to 200 printable characters.
+        :param type_: what its payload is decoded as, as an annotation would say it; by default plain JSON.
+        :param timeout: for how long to wait, on the database clock, from the first attempt on; None is for ever.
+        :param key: the step's name in this run; by default the signal's.
+        :return: the payload.
+        :raises Suspended: while there is no signal; let it pass.
+        :raises SignalTimeout: where none came in time. It is recorded as the step's failure.
+        :raises SignalMismatch: where the payload does not decode; the signal is not consumed.
+        :raises ConfigurationError: where ``Runs`` was made without ``signals``, or the machine has no edge from running
+         to ready.
+        :raises Exception: as for :meth:`step`.
+        """
+        wait: Wait[Any] = Wait(self.holder, name, codec_of(type_), key=key, timeout=timeout)
+        with self._one_at_a_time:
+            return wait.carry_out()
+
+    def answer(
+        self,
+        name: str,
+        fn: Callable[[Session, PayloadT], ResultT],
+        *,
+        timeout: timedelta | None = None,
+        key: str | int | None = None,
+    ) -> ResultT:
+        """Take a signal likewise, and reply: ``fn(session, payload)`` in one transaction with both, exactly once.
+
+        Whoever sent it with :meth:`.Runs.update` is handed what ``fn`` returned. What it raises for good is the step's
+        failure, and the reply.
+
+        :param fn: the body, as of :meth:`step`. Its second parameter's annotation says how the payload is decoded.
+        :return: what ``fn`` returned, as it reads back from the receipt.
+        :raises Exception: as for :meth:`wait` and :meth:`step`.
+        """
+        refuse_coroutine(fn)
+        answer: Answer[PayloadT, ResultT] = Answer(
+            self.holder,
+            name,
+            codec_for_argument(fn, 1),
+            codec_for(fn),
+            lambda session, payload: plain(fn(session, payload), fn),
+            key=key,
+            timeout=timeout,
+        )
+        with self._one_at_a_time:
+            return answer.carry_out()
+
+    def sleep(self, key: str | int, duration: timedelta | datetime, /) -> None:
+        """Wait until an instant without a worker that waits: the run is handed back, and due again then.
+
+        The first attempt's instant stands, so that a run which is claimed before it is handed back for the rest. No
+        attempt is counted. One that has passed is recorded, and the handler goes on.
+
+        :param key: as for :meth:`step`.
+        :param duration: for how long, on the database clock; or until when, with a time zone.
+        :raises Suspended: until that instant; let it pass.
+        :raises ConfigurationError: where the machine has no edge from running to ready.
+        :raises Exception: as for :meth:`step`.
+        """
+        sleep = Sleep(self.holder, duration)
+        with self._one_at_a_time:
+            sleep.carry_out(key)
+
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
 
@@ -252,6 +335,7 @@ class Runs(Generic[RunT]):
     :param run: the mapped class with :class:`.RunMixin`. Bound to a subclass, every verb touches its rows only.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``, or of a class it inherits from.
     :param owner: the name that leases carry for people to read; by default made of host, process and chance.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, or of a class it inherits from.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -262,8 +346,9 @@ class Runs(Generic[RunT]):
         receipt: type[ReceiptMixin[Any]],
         *,
         owner: str | None = None,
+        signals: type[SignalMixin[Any]] | None = None,
     ) -> None:
-        self._verbs = Verbs(Store(SyncSessions(session_factory), run, receipt), owner)
+        self._verbs = Verbs(Store(SyncSessions(session_factory), run, receipt, signals), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -419,7 +504,60 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.requeue(ident)
 
+    @overload
+    def update(
+        self,
+        ident: object,
+        name: str,
+        payload: object,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ResultT],
+    ) -> ResultT: ...
+
+    @overload
+    def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any: ...
+
+    def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any:
+        """Send a signal in a transaction of its own, and wait for what the run replies with :meth:`.Run.answer`.
+
+        :param timeout: for how long to wait for the reply.
+        :param type_: as for :meth:`signal`.
+        :param returns: what the reply is decoded as; by default plain JSON.
+        :return: the reply.
+        :raises UpdateFailed: where what the run called to answer it has failed for good.
+        :raises UpdateTimeout: where no reply came in time; the signal stays sent.
+        :raises NotAnswered: where the run has ended without a reply, or has taken the signal with ``wait()``.
+        :raises RunNotFound: where there is no such run.
+        :raises ResultError: where the payload would not come back equal.
+        :raises ConfigurationError: where it was made without ``signals``.
+        """
+        return self._verbs.sending.update(ident, name, payload, type_, returns, timeout)
+
     # in the caller's transaction
+
+    def signal(self, session: Session, ident: object, name: str, payload: object = None, *, type_: Any = Any) -> bool:
+        """Send a signal to a run, in the caller's transaction: it is sent if, and only if, the caller commits.
+
+        It is kept until the run takes it, with :meth:`.Run.wait` or :meth:`.Run.answer`; signals of one name are taken
+        in the order in which they were sent. A run that waits for it becomes due. Until the caller's transaction ends,
+        the run cannot be handed back to wait, so keep that short; a step of the run waits for nothing.
+
+        :param name: from 1 to 200 printable characters.
+        :param payload: what the run is handed.
+        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON.
+        :return: True if it was sent; False where the run has landed.
+        :raises RunNotFound: where there is no such run.
+        :raises ResultError: where the payload would not come back equal.
+        :raises ConfigurationError: where it was made without ``signals``.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.sending.signal(session, ident, name, payload, type_)
 
     def start(self, session: Session, /, *, key: str | None = None, **values: Any) -> RunT:
         """Start a run in the caller's transaction: it exists if, and only if, the caller commits.
@@ -534,6 +672,9 @@ class SyncSessions:
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
+
+    def block(self, wait: Callable[[], object]) -> None:
+        wait()
 
 
 class _Gate:

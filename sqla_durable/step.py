@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 
-from sqla_durable import clock
+from sqla_durable import clock, fence, stop
 from sqla_durable.codec import Codec
 from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
-from sqla_durable.fence import holding
 from sqla_durable.intent import Intents
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
@@ -40,24 +39,21 @@ from sqla_durable.sqlstate import (
     retry_conflicts,
     translate,
 )
+from sqla_durable.stop import Stop
 from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
+from sqla_durable.waiting import Waits, timed_out
 
 ValueT = TypeVar("ValueT")
-_OPENED = "cancel_requested", "renew_at", "opened", "idle_limit"
+_OPENED = "renew_at", "opened", "idle_limit"
 
 
 def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, open the step's receipt, and bound the idle time."""
-    held = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.lease_expires_at.label("lease_expires_at"))
-        .add_columns(runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-    )
+    held = fence.held(runs, runs.lease_expires_at.label("lease_expires_at"))
     opened = opening(receipts, held).cte("opened")
     return select(
-        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *stop.told(held),
         (held.c.lease_expires_at - clock.interval(2 * runs.lifecycle.heartbeat)).label("renew_at"),
         select(func.count()).select_from(opened).scalar_subquery().label("opened"),
         *_idle_limit(runs),
@@ -66,14 +62,10 @@ def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and record a finished step: one fused statement."""
-    held = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-    )
+    held = fence.held(runs)
     recorded = recording(receipts, held).cte("recorded")
     return select(
-        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *stop.told(held),
         select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
     )
 
@@ -93,20 +85,35 @@ def _idle_limit(runs: RunRows[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Generic[ValueT]):
-    """A step that succeeded: its receipt, and its result as a replay returns it."""
+    """A step that succeeded: its receipt, its result as a replay returns it, and whether the run has to stop now."""
 
     receipt: Receipt
     value: ValueT
-    cancel_requested: bool = False
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The receipt of a step that had already happened, whether it was there before, and whether a cancel is asked."""
+    """The receipt of a step that had already happened, whether it was there before, and whether the run has to stop."""
 
     receipt: Receipt
     before: bool
-    cancel_requested: bool
+    stop: Stop | None
+
+
+class Beside:
+    """What a kind of step does in the transaction of its body, besides what every step does: here nothing."""
+
+    effect = Effect.TRANSACTIONAL
+
+    def opened(self, connection: Connection) -> None:
+        """Before the body; what it raises rolls the transaction back."""
+
+    def sealed(self, connection: Connection, result: str) -> None:
+        """After the receipt was sealed with ``result``, and right before the commit."""
+
+
+NOTHING_BESIDE: Final = Beside()
 
 
 class Steps:
@@ -116,29 +123,38 @@ class Steps:
         self.store = store
 
     def transactional(
-        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
+        self,
+        lease: Lease,
+        key: str,
+        body: Callable[[Any], ValueT],
+        codec: Codec[ValueT],
+        beside: Beside = NOTHING_BESIDE,
     ) -> Recorded[ValueT]:
         """Run a step's body in one transaction with its receipt, again where it conflicts with another transaction.
 
+        :param beside: what else is done in that transaction.
         :raises LostLease: where the fence has moved on; the body is not called.
         """
-        return retry_conflicts(lambda: self._attempt(lease, key, body, codec))
+        return retry_conflicts(lambda: self._attempt(lease, key, body, codec, beside))
 
-    def _attempt(self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]) -> Recorded[ValueT]:
+    def _attempt(
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT], beside: Beside
+    ) -> Recorded[ValueT]:
         session = self.store.sessions.step()
         transaction: StepTransaction | None = None
         returned = False
         try:
             connection, transaction = self._begin(session)
-            opened = self._open(connection, lease, key)
+            opened = self._open(connection, lease, key, beside.effect)
             if not opened.opened:
-                return self._known(connection, lease, key, codec)
+                return self._known(connection, lease, key, codec, beside.effect)
+            beside.opened(connection)
             value = body(session.facade)
             returned = True
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at)
+            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at, beside)
             receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
@@ -161,11 +177,11 @@ class Steps:
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
         row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
+        told = stop.stop_of(self.store.runs, row)
         if row.recorded_at is None:
-            known = self.store.single(lambda connection: self._read(connection, lease, key))
-            return Written(known, before=True, cancel_requested=row.cancel_requested)
-        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
-        return Written(receipt, before=False, cancel_requested=row.cancel_requested)
+            known = self.read(lease, key)
+            return Written(known, before=True, stop=told)
+        return Written(self._receipt(lease, key, effect, row.recorded_at, result, failure), before=False, stop=told)
 
     def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
         """Record a step in the transaction of ``connection``; None where it has a receipt already."""
@@ -180,6 +196,11 @@ class Steps:
         """The receipts of operations."""
         return Intents(self.store)
 
+    @cached_property
+    def waits(self) -> Waits:
+        """The receipts of signals and sleeps."""
+        return Waits(self.store)
+
     # the parts of the sentence
 
     def _begin(self, session: StepSession) -> tuple[Connection, StepTransaction]:
@@ -188,11 +209,11 @@ class Steps:
         session.bind_step(connection)
         return connection, StepTransaction(session, transaction, connection, self.guard)
 
-    def _open(self, connection: Connection, lease: Lease, key: str) -> AnyRow:
-        parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
+    def _open(self, connection: Connection, lease: Lease, key: str, effect: Effect) -> AnyRow:
+        parameters = self.store.parameters(lease, step=key, effect=effect.value)
         row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
-        if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
-            raise self.store.cancelled(lease)
+        if (told := stop.stop_of(self.store.runs, row)) is not None:
+            raise self.store.stopped(lease, told)
         return row
 
     def _seal(
@@ -203,6 +224,7 @@ class Steps:
         key: str,
         text: str,
         renew_at: Any,
+        beside: Beside,
     ) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
         try:
@@ -211,13 +233,20 @@ class Steps:
             raise transaction.unsealed(error) from error
         if row is None:
             raise ended("a statement of its own")
+        beside.sealed(connection, text)
         if row.renewal_due:
             self.store.renew.first(connection, self.store.parameters(lease))
-        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None)
+        return self._receipt(lease, key, beside.effect, row.recorded_at, text, None)
 
-    def _known(self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT]) -> Recorded[ValueT]:
+    def _known(
+        self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT], effect: Effect
+    ) -> Recorded[ValueT]:
         receipt = self._read(connection, lease, key)
-        return Recorded(receipt, replayed(receipt, Effect.TRANSACTIONAL, codec))
+        return Recorded(receipt, replayed(receipt, effect, codec))
+
+    def read(self, lease: Lease, key: str) -> Receipt:
+        """Read the receipt of a step that has one."""
+        return self.store.single(lambda connection: self._read(connection, lease, key))
 
     def _record(self, connection: Connection, values: dict[str, Any]) -> AnyRow | None:
         return self.recording.first(connection, values)
@@ -249,7 +278,8 @@ class Steps:
     @cached_property
     def open(self) -> Prepared:
         """See :func:`opens`."""
-        return self.store.prepare(opens(self.store.runs, self.store.receipts), *_OPENED)
+        runs = self.store.runs
+        return self.store.prepare(opens(runs, self.store.receipts), *stop.names(runs), *_OPENED)
 
     @cached_property
     def seal(self) -> Prepared:
@@ -259,7 +289,8 @@ class Steps:
     @cached_property
     def recording(self) -> Prepared:
         """See :func:`records`."""
-        return self.store.prepare(records(self.store.runs, self.store.receipts), "cancel_requested", "recorded_at")
+        runs = self.store.runs
+        return self.store.prepare(records(runs, self.store.receipts), *stop.names(runs), "recorded_at")
 
     @cached_property
     def reading(self) -> AnySelect:
@@ -271,10 +302,13 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
     """Return the result that a receipt holds.
 
     :raises StepFailed: where the step had failed.
+    :raises SignalTimeout: where it was a wait that timed out.
     :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
     """
     refuse_other_kind(receipt, effect)
     if receipt.failure is not None:
+        if (timeout := timed_out(receipt)) is not None:
+            raise timeout
         raise StepFailed(receipt.step, receipt.failure)
     return codec.decode(receipt.result, receipt.step)
 

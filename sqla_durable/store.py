@@ -11,14 +11,16 @@ from psycopg import Binary
 from sqlalchemy import Connection
 
 from sqla_durable import fence
-from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageError
+from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut, UsageError
 from sqla_durable.ground import Ground, Sessions
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
-from sqla_durable.receipt import ReceiptRows
+from sqla_durable.receipt import ReceiptMixin, ReceiptRows
 from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
+from sqla_durable.signal import SignalMixin, SignalRows
 from sqla_durable.sqlstate import retry_outages
+from sqla_durable.stop import Stop, reasons
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -31,8 +33,9 @@ class Store(Ground, Generic[RunT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param signals: its signal class, if it has one.
     :param rows: makes the rows of the run class.
-    :raises ConfigurationError: where the two do not belong together.
+    :raises ConfigurationError: where they do not belong together.
     """
 
     def __init__(
@@ -40,20 +43,41 @@ class Store(Ground, Generic[RunT]):
         sessions: Sessions,
         run: type[RunT],
         receipt: type[Any],
+        signals: type[Any] | None = None,
         rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
             raise ConfigurationError(f"{mapped!r} is not a mapped class with RunMixin.")
-        answered: type[Any] | None = getattr(receipt, "__run__", None)
-        if answered is None or not issubclass(run, answered):
+        if not _belongs(receipt, ReceiptMixin, run):
             raise ConfigurationError(
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
         self.runs = rows(run)
         self.receipts = ReceiptRows(receipt)
-        super().__init__(sessions, self.runs.mapper, self.receipts.mapper)
+        if signals is not None and not _belongs(signals, SignalMixin, run):
+            raise ConfigurationError(
+                f"{signals!r} does not hold the signals of {run.__name__}; declare it as "
+                f"class {run.__name__}Signal(SignalMixin[{run.__name__}], Base)."
+            )
+        self._signals = None if signals is None else SignalRows(signals)
+        mappers = [rows.mapper for rows in (self.runs, self.receipts, self._signals) if rows is not None]
+        super().__init__(sessions, *mappers)
+
+    @property
+    def signals(self) -> SignalRows:
+        """The rows of the signal class.
+
+        :raises ConfigurationError: where there is none.
+        """
+        if self._signals is None:
+            run = self.runs.entity.__name__
+            raise ConfigurationError(
+                f"{run} has no table for signals: declare class {run}Signal(SignalMixin[{run}], Base), with WaitMixin "
+                f"on {run}, and pass it as signals={run}Signal."
+            )
+        return self._signals
 
     def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
         """Return the lease that a claim issued."""
@@ -89,6 +113,7 @@ class Store(Ground, Generic[RunT]):
 
         :raises LostLease: where the lease is lost.
         :raises Cancelled: where the write is refused because of a cancel request.
+        :raises TimedOut: where it is refused because the run's deadline has passed.
         """
         row = self.single(write)
         return self.execute(lambda _, connection: self.held(connection, lease, write)) if row is None else row
@@ -109,14 +134,14 @@ class Store(Ground, Generic[RunT]):
             return row
         raise self.lost(connection, lease)
 
-    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled:
+    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled | TimedOut:
         """Return the error for a write that matched no row, saying who holds the run now."""
         row = connection.execute(self.look, self.runs.parameters(lease.identity)).one_or_none()
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
         if row is None:
             return LostLease(f"{name} is gone; fence {lease.fence} may write nothing any more.", lease)
-        if row.fence == lease.fence and row.cancel_requested_at is not None and row.lease_owner == lease.owner:
-            return self.cancelled(lease)
+        if row.fence == lease.fence and (told := self._refusal(row, lease)) is not None:
+            return self.stopped(lease, told)
         holder = f", held by {row.lease_owner}" if row.lease_owner else ""
         return LostLease(
             f"{name} is {row.status.value} under fence {row.fence}{holder}; the holder with fence {lease.fence} may "
@@ -124,9 +149,21 @@ class Store(Ground, Generic[RunT]):
             lease,
         )
 
-    def cancelled(self, lease: Lease) -> Cancelled:
-        """Return the error for a run that someone asked to cancel."""
+    def _refusal(self, row: AnyRow, lease: Lease) -> Stop | None:
+        """Return why a write of this very holder was refused, if that is why."""
+        runs = self.runs
+        if runs.deadline is not None and row.status == runs.lifecycle.timed_out:
+            return Stop.TIMED_OUT  # landed by the holder's heartbeat
+        if row.lease_owner != lease.owner:
+            return None
+        requested, late = row.cancel_requested_at is not None, runs.deadline is not None and row.out_of_time
+        return reasons(runs, requested=requested, late=late)
+
+    def stopped(self, lease: Lease, told: Stop) -> Cancelled | TimedOut:
+        """Return the error for a run that has to stop."""
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
+        if told is Stop.TIMED_OUT:
+            return TimedOut(f"{name} ran past its deadline; it can only land as timed out now.", lease)
         return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
 
     @cached_property
@@ -142,9 +179,18 @@ class Store(Ground, Generic[RunT]):
     @cached_property
     def beat(self) -> Prepared:
         """See :func:`.fence.beat`."""
-        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed")
+        left = () if self.runs.deadline is None else ("time_left",)
+        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed", *left)
 
     @cached_property
     def look(self) -> AnySelect:
         """See :func:`.fence.look`."""
         return fence.look(self.runs)
+
+
+def _belongs(entity: object, mixin: type[Any], run: type[Any]) -> bool:
+    """Whether a class is made of ``mixin[run]``, or of a class that ``run`` inherits from."""
+    if not isinstance(entity, type) or not issubclass(entity, mixin):
+        return False
+    of: type[Any] | None = getattr(entity, "__run__", None)
+    return of is not None and issubclass(run, of)

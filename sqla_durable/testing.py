@@ -5,12 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from sqlalchemy import func, update
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from sqla_durable import clock
 from sqla_durable.exc import RunNotFound, UsageError
+from sqla_durable.holder import stored_key
 from sqla_durable.machine import names_of
+from sqla_durable.receipt import ReceiptMixin, ReceiptRows, StepOutcome, step_key
+from sqla_durable.rows import arguments
 from sqla_durable.run import RunMixin, RunRows
+
+_SECOND = timedelta(seconds=1)
 
 
 def lapse(session: Session, run: type[RunMixin], ident: object) -> None:
@@ -51,10 +58,51 @@ def expire(session: Session, run: type[RunMixin], ident: object) -> None:
     _move(session, rows, ident, rows.column("expires_at"), *rows.lifecycle.expirable)
 
 
-def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any) -> None:
+def overrun(session: Session, run: type[RunMixin], ident: object) -> None:
+    """Let the deadline of a running run have passed one second ago; its holder learns of it as it next writes or beats.
+
+    :param session: the caller's session; nothing is committed here.
+    :param run: the run class.
+    :param ident: the primary key, or the loaded object.
+    :raises RunNotFound: where no such run is running.
+    """
+    rows: RunRows[Any] = RunRows(run)
+    if rows.max_duration is None:
+        raise UsageError(f"{run.__name__} has no deadlines; add DeadlineMixin and Lifecycle(timed_out=...).")
+    _move(session, rows, ident, rows.started_at, rows.lifecycle.running, before=rows.max_duration)
+
+
+def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, key: str | int) -> None:
+    """Let the sleep of a run, or the timeout of a wait, have passed one second ago, and the run be due.
+
+    :param session: the caller's session; nothing is committed here.
+    :param receipt: the receipt class.
+    :param ident: the primary key of the run, or the loaded object.
+    :param key: the step's key.
+    :raises RunNotFound: where no such run is ready, or none that waits in that step until an instant.
+    """
+    make_due(session, receipt.__run__, ident)
+    rows = ReceiptRows(receipt)
+    waits = rows.is_waiting, rows.in_outcome(StepOutcome.PENDING), rows.until.is_not(None)
+    past = func.jsonb_build_object("until", clock.stamp() - clock.interval(_SECOND), type_=JSONB)
+    statement = (
+        update(rows.table)
+        .where(*rows.of_run(), rows.step == step_key(), *waits)
+        .values({**rows.untouched(), rows.ids: past})
+        .returning(rows.step)
+    )
+    parameters = {**rows.runs.parameters(rows.runs.identity(ident)), **arguments(step=stored_key(key))}
+    if session.connection(bind_arguments={"mapper": rows.mapper}).execute(statement, parameters).first() is None:
+        raise RunNotFound(
+            f"no {rows.runs.entity.__name__} with the key {ident!r} waits in step {key!r} until an instant."
+        )
+
+
+def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any, before: Any = None) -> None:
     identity = rows.identity(ident)
-    past = clock.stamp() - clock.interval(timedelta(seconds=1))
-    statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), {column: past}).returning(column)
+    past: Any = clock.stamp() - clock.interval(_SECOND)
+    moved = {column: past if before is None else past - before}
+    statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), moved).returning(column)
     connection = session.connection(bind_arguments={"mapper": rows.mapper})
     if connection.execute(statement, rows.parameters(identity)).first() is None:
         raise RunNotFound(f"no {rows.entity.__name__} with the key {identity!r} is {names_of(statuses)}.")

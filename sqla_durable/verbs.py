@@ -26,6 +26,7 @@ from sqla_durable.reading import Reading
 from sqla_durable.receipt import Receipt
 from sqla_durable.rows import AnyRow, Ident, arguments
 from sqla_durable.run import RunT
+from sqla_durable.sending import Sending
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
 from sqla_durable.store import Store
@@ -44,6 +45,7 @@ class Verbs(Generic[RunT]):
     def __init__(self, store: Store[RunT], owner: str | None) -> None:
         self.store = store
         self.runs = store.runs
+        self.sending = Sending(store)
         self.reading = Reading(self.store)
         self.claims = self.claims_of(owner)
         self.heartbeat = Heartbeat(self.store)
@@ -110,7 +112,8 @@ class Verbs(Generic[RunT]):
         :param at_once: whether it was claimed for this very call, and is fenced again only where that is no longer a
          matter of the same moment.
         """
-        holder.refuse_ended()
+        if holder.lost is None:  # one that its heartbeat has landed meanwhile is told so as any other
+            holder.refuse_ended()
         fresh = at_once and holder.was_just_claimed()
         return self._begin(holder, holder.refuse_lost if fresh else holder.renew, handler, on_lost)
 

@@ -11,17 +11,17 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.codec import Codec, codec_for
+from sqla_durable.codec import Codec, codec_for, codec_for_argument, codec_of
 from sqla_durable.dispatch import AsyncWork, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
@@ -36,12 +36,15 @@ from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.runs import Handle, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
+from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
+from sqla_durable.wait import Answer, Sleep, Wait
 
 P = ParamSpec("P")
 IdsT = TypeVar("IdsT")
+PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
 
 
@@ -121,8 +124,8 @@ class AsyncStepping(Handle[RunT]):
     ) -> Coroutine[Any, Any, ResultT]:
         """Issue an operation at most once, then poll it until it ends, without a worker that waits for it.
 
-        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, or a cancel request, a ``start`` under way
-        is not cancelled: its ids are recorded first.
+        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, a cancel request, or the deadline passed, a
+        ``start`` under way is not cancelled: its ids are recorded first.
         """
 
         operation: Operation[IdsT, ResultT] = Operation(
@@ -134,6 +137,50 @@ class AsyncStepping(Handle[RunT]):
             every=every,
         )
         return self._alone(key, partial(operation.carry_out, key))
+
+    @overload
+    def wait(
+        self, name: str, type_: type[ResultT], *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, ResultT]: ...
+
+    @overload
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, Any]: ...
+
+    def wait(
+        self, name: str, type_: Any = Any, *, timeout: timedelta | None = None, key: str | int | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Take the oldest signal of that name, or hand the run back until there is one. See :meth:`.Run.wait`."""
+
+        wait: Wait[Any] = Wait(self.holder, name, codec_of(type_), key=key, timeout=timeout)
+        return self._alone(wait.key, wait.carry_out)
+
+    def answer(
+        self,
+        name: str,
+        fn: Callable[[AsyncSession, PayloadT], Awaitable[ResultT]],
+        *,
+        timeout: timedelta | None = None,
+        key: str | int | None = None,
+    ) -> Coroutine[Any, Any, ResultT]:
+        """Take a signal likewise, and reply with what ``fn(session, payload)`` returns. See :meth:`.Run.answer`."""
+
+        answer: Answer[PayloadT, ResultT] = Answer(
+            self.holder,
+            name,
+            codec_for_argument(fn, 1),
+            codec_for(fn),
+            lambda session, payload: _wait_for(fn(session, payload), fn),
+            key=key,
+            timeout=timeout,
+        )
+        return self._alone(answer.key, answer.carry_out)
+
+    def sleep(self, key: str | int, duration: timedelta | datetime, /) -> Coroutine[Any, Any, None]:
+        """Wait until an instant without a worker that waits. See :meth:`.Run.sleep`."""
+
+        return self._alone(key, partial(Sleep(self.holder, duration).carry_out, key))
 
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
@@ -193,6 +240,7 @@ class AsyncRuns(Generic[RunT]):
     :param run: the mapped class with :class:`.RunMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
     :param owner: the name that leases carry for people to read.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -203,8 +251,9 @@ class AsyncRuns(Generic[RunT]):
         receipt: type[ReceiptMixin[Any]],
         *,
         owner: str | None = None,
+        signals: type[SignalMixin[Any]] | None = None,
     ) -> None:
-        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt), owner)
+        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt, signals), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -232,8 +281,8 @@ class AsyncRuns(Generic[RunT]):
     ) -> Outcome:
         """Carry a run out. See :meth:`.Runs.execute`.
 
-        When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
-        :class:`asyncio.CancelledError` at its next ``await``.
+        When the heartbeat finds the lease lost, a cancel request, or the deadline passed, the handler is cancelled; it
+        sees :class:`asyncio.CancelledError` at its next ``await``.
         """
         known = self._handle(target)
         held = target if known is None else known.holder
@@ -305,6 +354,35 @@ class AsyncRuns(Generic[RunT]):
     async def requeue(self, ident: object) -> bool:
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
+
+    @overload
+    async def update(
+        self,
+        ident: object,
+        name: str,
+        payload: object,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ResultT],
+    ) -> ResultT: ...
+
+    @overload
+    async def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any: ...
+
+    async def update(
+        self, ident: object, name: str, payload: object, *, timeout: timedelta, type_: Any = Any, returns: Any = Any
+    ) -> Any:
+        """Send a signal, and wait for what the run replies. See :meth:`.Runs.update`."""
+        return await greenlet_spawn(self._verbs.sending.update, ident, name, payload, type_, returns, timeout)
+
+    async def signal(
+        self, session: AsyncSession, ident: object, name: str, payload: object = None, *, type_: Any = Any
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction. See :meth:`.Runs.signal`."""
+        return await session.run_sync(self._verbs.sending.signal, ident, name, payload, type_)
 
     async def start(self, session: AsyncSession, /, *, key: str | None = None, **values: Any) -> RunT:
         """Start a run in the caller's transaction. See :meth:`.Runs.start`."""
@@ -411,6 +489,7 @@ class _Watch:
         self._caller = asyncio.current_task()
         self._before = 0 if self._caller is None else self._caller.cancelling()
         self._task: asyncio.Task[object] | None = None
+        self._cancelled = False
         self.spared: Callable[[], bool] = lambda: False
         """Whether the task is at something that ends with an error of its own where the lease is lost."""
 
@@ -438,7 +517,9 @@ class _Watch:
             raise asyncio.CancelledError
 
     def _cancel(self) -> None:
-        if self._task is not None and not self.spared():
+        # Once: a second time would break off what the handler does to clean up.
+        if self._task is not None and not self._cancelled and not self.spared():
+            self._cancelled = True
             self._task.cancel()
 
 
@@ -481,6 +562,14 @@ class AsyncSessions:
         # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(greenlet_spawn(work))
+
+    def block(self, wait: Callable[[], object]) -> None:
+        # Not within the greenlet: a daemon thread that wakes up in there while the interpreter is shut down, and is
+        # ended for it, has the process end by SIGSEGV.
+        async def blocked() -> None:
+            wait()
+
+        await_only(blocked())
 
 
 class _Gate:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
 
-from sqla_durable.codec import Codec, codec_for, codec_for_parameter
+from sqla_durable.codec import Codec, codec_for, codec_for_argument
 from sqla_durable.exc import ConfigurationError, InputError, ResultError, UsageError
 from sqla_durable.functions.model import NAME_LENGTH
 from sqla_durable.retry import Retry
@@ -87,7 +87,7 @@ class Registry:
             raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
         takes = _inputs(name, body)
         try:
-            input_ = codec_for_parameter(body, takes[1]) if len(takes) > 1 else None
+            input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
             definition = Definition(name, body, input_, codec_for(body), retry, max_duration)
         except UsageError as error:
             raise ConfigurationError(f"function {name!r}: {error}") from error

@@ -13,6 +13,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.priority import PriorityMixin
@@ -89,7 +90,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.

@@ -14,7 +14,7 @@ from sqla_durable.exc import KeyConflict, UsageError
 from sqla_durable.fingerprint import fingerprint
 from sqla_durable.functions.model import FunctionRows
 from sqla_durable.in_flight import same
-from sqla_durable.start import instant, refuse, scheduling
+from sqla_durable.start import refuse, scheduled, scheduling
 
 _ROUNDS: Final = 5
 
@@ -63,7 +63,7 @@ class StartMany:
     def _row(self, values: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         refuse(self._runs, key, values)
         when = scheduling(self._runs)
-        row = {name: instant(value) if name in when else value for name, value in values.items()}
+        row = scheduled(values, when)
         row["id"] = uuid4()
         if key is not None:
             payload = {name: value for name, value in values.items() if name not in when}

@@ -80,7 +80,7 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, rows=FunctionRows), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
@@ -128,7 +128,11 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Return the attributes of a run that is to be started."""
         text = definition.encode(given)
         retry = definition.retry
-        own: dict[str, Any] = {"function": definition.name, "input": parsed(text)}
+        own: dict[str, Any] = {
+            "function": definition.name,
+            "input": parsed(text),
+            "max_duration": definition.max_duration,
+        }
         if retry is not None:
             own["max_attempts"] = UNLIMITED if retry.max_attempts is None else retry.max_attempts
         if twice := sorted({*own, "max_attempts"}.intersection(values)):
