@@ -61,6 +61,10 @@ class Sessions(Protocol):
         """Run ``work``, which uses connections, in the thread that calls this."""
         ...
 
+    def block(self, wait: Callable[[], object]) -> None:
+        """Within that ``work``: call what blocks the thread."""
+        ...
+
 
 class Ground:
     """One engine, reached through one sessionmaker.

@@ -416,11 +416,7 @@ class Runs(Generic[RunT]):
         """
         refuse_coroutine(handler)
 
-        def carry_out(holder: Holder[RunT]) -> None:
-            with in_slot():
-                plain(handler(Run(holder)), handler)
-
-        return Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))
+        return work_of(self._verbs, lambda holder: plain(handler(Run(holder)), handler))
 
     def _handle(self, target: object) -> Run[RunT] | None:
         refuse_other_form(target, Run)
@@ -678,6 +674,9 @@ class SyncSessions:
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
 
+    def block(self, wait: Callable[[], object]) -> None:
+        wait()
+
 
 class _Gate:
     """A lock that one thread acquires and another releases, which is the fastest there is for this."""
@@ -691,6 +690,19 @@ class _Gate:
 
     def open(self) -> None:
         self._lock.release()
+
+
+def work_of(verbs: Verbs[RunT], handler: Callable[[Holder[RunT]], object]) -> Work:
+    """Return the runs of ``verbs`` together with what carries a claimed one of them out."""
+
+    def handled(holder: Holder[RunT]) -> None:
+        with in_slot():
+            handler(holder)
+
+    def execute(holder: Holder[RunT], on_lost: Callable[[], None]) -> Outcome | None:
+        return verbs.begin(holder, handled, at_once=True, on_lost=on_lost)
+
+    return Work(verbs, execute)
 
 
 def refuse_coroutine(fn: Callable[..., Any]) -> None:

@@ -563,6 +563,14 @@ class AsyncSessions:
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(greenlet_spawn(work))
 
+    def block(self, wait: Callable[[], object]) -> None:
+        # Not within the greenlet: a daemon thread that wakes up in there while the interpreter is shut down, and is
+        # ended for it, has the process end by SIGSEGV.
+        async def blocked() -> None:
+            wait()
+
+        await_only(blocked())
+
 
 class _Gate:
     """A future of the loop that the waiting task runs in."""

@@ -10,7 +10,7 @@ from uuid import UUID
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable.dispatch import Work, in_slot
+from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
 from sqla_durable.functions.function_run import FunctionRun
@@ -21,7 +21,7 @@ from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
-from sqla_durable.runs import SyncSessions, plain, refuse_coroutine
+from sqla_durable.runs import SyncSessions, plain, refuse_coroutine, work_of
 from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
@@ -425,12 +425,7 @@ class Functions(Generic[FunctionT]):
 
     def works(self) -> Sequence[Work]:
         """Return what a :class:`.Worker` carries out; ``Worker(functions)`` calls it."""
-
-        def carry_out(holder: Holder[FunctionT]) -> None:
-            with in_slot():
-                self._carry_out(holder)
-
-        return [Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))]
+        return [work_of(self._verbs, self._carry_out)]
 
     def _carry_out(self, holder: Holder[FunctionT]) -> None:
         definition, given = self._verbs.prepare(holder)
