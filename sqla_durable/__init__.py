@@ -30,6 +30,7 @@ from sqla_durable.exc import (
     RunInFlight,
     RunNotFound,
     RunNotLanded,
+    RunReferenced,
     RunTimedOut,
     SignalMismatch,
     SignalTimeout,
@@ -49,6 +50,7 @@ from sqla_durable.execution import Ending, Outcome
 from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
 from sqla_durable.functions import (
+    FunctionConditions,
     FunctionHandle,
     FunctionMixin,
     FunctionRun,
@@ -61,7 +63,7 @@ from sqla_durable.functions import (
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import PENDING, Pending
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
@@ -86,6 +88,7 @@ __all__ = [
     "ExpiryMixin",
     "Failure",
     "FrozenPayload",
+    "FunctionConditions",
     "FunctionHandle",
     "FunctionMixin",
     "FunctionRun",
@@ -116,11 +119,13 @@ __all__ = [
     "RetryableError",
     "Run",
     "RunCancelled",
+    "RunConditions",
     "RunFailed",
     "RunInFlight",
     "RunMixin",
     "RunNotFound",
     "RunNotLanded",
+    "RunReferenced",
     "RunSummary",
     "RunTimedOut",
     "Runs",

@@ -10,6 +10,7 @@
      |    +-- RunNotFound            no such run, or not one of this class
      |    +-- KeyConflict            an idempotency key that belongs to a run with another payload
      |    +-- RunInFlight            another run of the group is in flight
+     |    +-- RunReferenced          rows of another table keep runs from being purged
      |    +-- StepReused             a step key used twice in one execution
      |    +-- NestedStep             a step inside a step's body
      |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
@@ -98,6 +99,22 @@ class RunInFlight(UsageError):
     def __init__(self, message: str, identity: tuple[Any, ...] | None) -> None:
         super().__init__(message, identity)
         self.identity = identity
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunReferenced(UsageError):
+    """Rows of another table refer to runs that were to be purged, by a foreign key that does not let them go.
+
+    ``table`` and ``constraint`` say which, and ``purged`` how many runs were gone by then.
+    """
+
+    def __init__(self, message: str, table: str, constraint: str, purged: int) -> None:
+        super().__init__(message, table, constraint, purged)
+        self.table = table
+        self.constraint = constraint
+        self.purged = purged
 
     def __str__(self) -> str:
         return str(self.args[0])

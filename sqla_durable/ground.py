@@ -23,8 +23,8 @@ OLDEST_SERVER = (15,)
 class Gate(Protocol):
     """Where one thread, or task, waits until another opens it, once."""
 
-    def wait(self) -> None:
-        """Wait until it is open."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it is open, or for so long."""
         ...
 
     def open(self) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -21,7 +21,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
@@ -504,6 +504,71 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.requeue(ident)
 
+    def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life, as :meth:`requeue` does; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A row that is locked is
+        left, and so is a run that has ended since this was called.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :raises UsageError: without any condition.
+        :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for one; none of its batch is
+         requeued.
+        """
+        return self._verbs.bulk.requeue(limit, conditions, everything=everything)
+
+    def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A run that has not ended
+        is never deleted, and a row that is locked is left. With a run goes its idempotency key: the same key starts
+        another one.
+
+        :param older_than: how long ago at the least, on the database clock.
+        :param status: only runs in this terminal status, or in one of these.
+        :param batch: how many are deleted at a time.
+        :param limit: how many at the most; by default all.
+        :raises RunReferenced: where rows of another table refer to such a run and keep it from being deleted; none of
+         its batch is.
+        :raises UsageError: for a status that is not terminal, or a duration out of range.
+        """
+        return self._verbs.bulk.purge(older_than, status, batch, limit)
+
+    # in the caller's transaction
+
+    def cancel_all(
+        self,
+        session: Session,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for all live runs that meet every condition to be cancelled.
+
+        As :meth:`request_cancel` does. A run that was asked before is not asked again, and one whose row is locked, by
+        a step for one, is left: call this again until it returns 0 and :meth:`find` finds none.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :return: how many were asked.
+        :raises UsageError: without any condition, or where the lifecycle names no cancelled status.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.bulk.cancel(session, limit, conditions, everything=everything)
+
     @overload
     def update(
         self,
@@ -685,8 +750,8 @@ class _Gate:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def wait(self) -> None:
-        self._lock.acquire()
+    def wait(self, seconds: float | None = None) -> None:
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     def open(self) -> None:
         self._lock.release()

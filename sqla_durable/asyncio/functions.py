@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -20,7 +20,7 @@ from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
-from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
@@ -317,6 +317,7 @@ class AsyncFunctions(Generic[FunctionT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        waiting: bool | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[FunctionSummary]:
@@ -332,6 +333,7 @@ class AsyncFunctions(Generic[FunctionT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            waiting=waiting,
             limit=limit,
             after=after,
         )
@@ -339,6 +341,42 @@ class AsyncFunctions(Generic[FunctionT]):
     async def requeue(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """Give a run that failed, was cancelled or timed out another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue_function, handle)
+
+    async def counts(self, **conditions: Unpack[FunctionConditions]) -> dict[str, dict[FunctionStatus, int]]:
+        """Count the runs of each function and status. See :meth:`.Functions.counts`."""
+        return await greenlet_spawn(self._verbs.counts_by_function, conditions)
+
+    async def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[FunctionConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life. See :meth:`.Functions.requeue_all`."""
+        return await greenlet_spawn(self._verbs.bulk.requeue, limit, conditions, everything=everything)
+
+    async def cancel_all(
+        self,
+        session: AsyncSession,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[FunctionConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Functions.cancel_all`."""
+        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+
+    async def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs. See :meth:`.Functions.reap`."""
+        return await greenlet_spawn(self._verbs.reap, limit)
+
+    async def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: FunctionStatus | Collection[FunctionStatus] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts. See :meth:`.Functions.purge`."""
+        return await greenlet_spawn(self._verbs.bulk.purge, older_than, status, batch, limit)
 
     async def execute(self, handle: FunctionHandle[Any] | UUID, *, run_now: bool = False) -> Outcome:
         """Carry one run out in this process, as a worker would. See :meth:`.Functions.execute`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -29,7 +29,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.machine import StatusT
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
@@ -355,6 +355,34 @@ class AsyncRuns(Generic[RunT]):
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
 
+    async def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life. See :meth:`.Runs.requeue_all`."""
+        return await greenlet_spawn(self._verbs.bulk.requeue, limit, conditions, everything=everything)
+
+    async def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts. See :meth:`.Runs.purge`."""
+        return await greenlet_spawn(self._verbs.bulk.purge, older_than, status, batch, limit)
+
+    async def cancel_all(
+        self,
+        session: AsyncSession,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`."""
+        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+
     @overload
     async def update(
         self,
@@ -579,8 +607,13 @@ class _Gate:
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
 
-    def wait(self) -> None:
-        await_only(self._opened)
+    def wait(self, seconds: float | None = None) -> None:
+        await_only(self._opened if seconds is None else self._within(seconds))
+
+    async def _within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._opened
 
     def open(self) -> None:
         self._loop.call_soon_threadsafe(self._open)

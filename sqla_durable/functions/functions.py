@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import ColumnElement
@@ -16,7 +16,7 @@ from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionStatus, FunctionT
-from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
@@ -387,6 +387,7 @@ class Functions(Generic[FunctionT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        waiting: bool | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[FunctionSummary]:
@@ -395,6 +396,7 @@ class Functions(Generic[FunctionT]):
         :param function: only runs of this function, given itself or its name.
         :param key: only runs with this key.
         :param tenant: only runs of this tenant.
+        :param waiting: only runs that wait, or do not: ready, and not due yet on the database clock.
         """
         return self._verbs.find(
             function=function,
@@ -406,6 +408,7 @@ class Functions(Generic[FunctionT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            waiting=waiting,
             limit=limit,
             after=after,
         )
@@ -413,6 +416,69 @@ class Functions(Generic[FunctionT]):
     def requeue(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """Give a run that failed, was cancelled or timed out another life. See :meth:`.Runs.requeue`."""
         return self._verbs.requeue_function(handle)
+
+    # many at a time
+
+    def counts(self, **conditions: Unpack[FunctionConditions]) -> dict[str, dict[FunctionStatus, int]]:
+        """Count the runs of each function and status, of those that meet every condition given.
+
+        :param conditions: those of :meth:`find`.
+        :return: for each function that has such runs, by its name, how many are in each status.
+        """
+        return self._verbs.counts_by_function(conditions)
+
+    def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[FunctionConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life; return how many. See :meth:`.Runs.requeue_all`.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :raises UsageError: without any condition.
+        """
+        return self._verbs.bulk.requeue(limit, conditions, everything=everything)
+
+    def cancel_all(
+        self,
+        session: Session,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[FunctionConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :return: how many were asked.
+        :raises UsageError: without any condition.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.bulk.cancel(session, limit, conditions, everything=everything)
+
+    def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs; return how many. A worker does it, too. See :meth:`.Runs.reap`."""
+        return self._verbs.reap(limit)
+
+    def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: FunctionStatus | Collection[FunctionStatus] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts; return how many. See :meth:`.Runs.purge`.
+
+        :param older_than: how long ago at the least, on the database clock.
+        :param status: only runs in this terminal status, or in one of these.
+        :param batch: how many are deleted at a time.
+        :param limit: how many at the most; by default all.
+        :raises RunReferenced: where rows of another table refer to such a run and keep it from being deleted.
+        """
+        return self._verbs.bulk.purge(older_than, status, batch, limit)
 
     # carrying out
 
