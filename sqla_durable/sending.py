@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
+from dataclasses import is_dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, cast
 
+from pydantic import BaseModel
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
@@ -177,6 +180,7 @@ class Sending:
 
 
 def _type_of(payload: object, type_: Any) -> Any:
-    """Return how a payload is stored: as is said, or as what it is, where that is not plain JSON of some kind."""
-    plain = payload is None or isinstance(payload, str | int | float | list | dict)
-    return type(payload) if type_ is Any and not plain else type_
+    """Return how a payload is stored: as is said, or else as what it is; a collection, as plain JSON."""
+    plain = payload is None or isinstance(payload, str | int | float | Iterable)
+    model = isinstance(payload, BaseModel) or is_dataclass(payload)
+    return type(payload) if type_ is Any and (model or not plain) else type_
