@@ -352,7 +352,7 @@ class Holder(Generic[RunT]):
             late = left is not None and left <= timedelta(0)
             self.ask_at = None if late else self._from_now(left)
             self.note_stop(reasons(self.store.runs, requested=row.cancel_requested_at is not None, late=late))
-        return self.lost is not before
+        return _weight(self.lost) > _weight(before)
 
     def overtake(self, connection: Connection) -> bool:
         """Land a run that is past its deadline while its handler goes on, unless the row is locked; True if this did.
