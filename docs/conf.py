@@ -61,7 +61,7 @@ PUBLIC_NAMES = {
 }
 
 # Type variables and parameter specifications have no page to lead to.
-nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|P\.args|P\.kwargs)")]
+nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|PayloadT|ResultT|WorkT|P\.args|P\.kwargs)")]
 
 
 def use_public_names(_: Sphinx, doctree: nodes.document) -> None:
