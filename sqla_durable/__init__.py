@@ -4,6 +4,8 @@ The asyncio twin of :class:`Runs` is :class:`sqla_durable.asyncio.AsyncRuns`; it
 needs greenlet.
 """
 
+from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
@@ -12,6 +14,7 @@ from sqla_durable.exc import (
     DurableError,
     FrozenPayload,
     HolderError,
+    InputError,
     KeyConflict,
     LostLease,
     NestedStep,
@@ -22,14 +25,20 @@ from sqla_durable.exc import (
     ReceiptMismatch,
     ResultError,
     RetryableError,
+    RunCancelled,
+    RunFailed,
     RunInFlight,
     RunNotFound,
+    RunNotLanded,
+    RunReferenced,
+    RunTimedOut,
     SignalMismatch,
     SignalTimeout,
     StepFailed,
     StepReused,
     StepTimeout,
     Suspended,
+    TimedOut,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -40,10 +49,21 @@ from sqla_durable.exc import (
 from sqla_durable.execution import Ending, Outcome
 from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
+from sqla_durable.functions import (
+    FunctionConditions,
+    FunctionHandle,
+    FunctionMixin,
+    FunctionRun,
+    Functions,
+    FunctionStatus,
+    FunctionSummary,
+    function_lifecycle,
+    function_statuses,
+)
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import PENDING, Pending
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
@@ -57,16 +77,26 @@ from sqla_durable.worker import Worker
 
 __all__ = [
     "PENDING",
+    "AttemptsMixin",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
+    "DeadlineMixin",
     "DurableError",
     "Effect",
     "Ending",
     "ExpiryMixin",
     "Failure",
     "FrozenPayload",
+    "FunctionConditions",
+    "FunctionHandle",
+    "FunctionMixin",
+    "FunctionRun",
+    "FunctionStatus",
+    "FunctionSummary",
+    "Functions",
     "HolderError",
+    "InputError",
     "KeyConflict",
     "KeyMixin",
     "Lease",
@@ -88,10 +118,16 @@ __all__ = [
     "Retry",
     "RetryableError",
     "Run",
+    "RunCancelled",
+    "RunConditions",
+    "RunFailed",
     "RunInFlight",
     "RunMixin",
     "RunNotFound",
+    "RunNotLanded",
+    "RunReferenced",
     "RunSummary",
+    "RunTimedOut",
     "Runs",
     "SignalMismatch",
     "SignalMixin",
@@ -102,6 +138,7 @@ __all__ = [
     "StepReused",
     "StepTimeout",
     "Suspended",
+    "TimedOut",
     "TransactionConflict",
     "TransactionEnded",
     "UndeclaredTransition",
@@ -111,4 +148,6 @@ __all__ = [
     "WaitMixin",
     "Work",
     "Worker",
+    "function_lifecycle",
+    "function_statuses",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import cached_property, partial
 from os import getpid
 from socket import gethostname
@@ -158,6 +159,7 @@ class Claims(Generic[RunT]):
                 known,
                 values[self.runs.cancel_requested_at],
                 values[self.runs.created_at],
+                None if self.runs.max_duration is None else values[self.runs.max_duration],
             )
             for lease, (values, load) in zip(leases, claimed, strict=True)
         )
@@ -184,6 +186,7 @@ class Claims(Generic[RunT]):
                 known,
                 row.cancel_requested_at,
                 vars(row).get("created_at"),
+                self._time_left(row, claimed=claimed),
             )
             for lease, row in ((lease, loaded[lease.identity]) for lease in leases)
         )
@@ -195,10 +198,25 @@ class Claims(Generic[RunT]):
         known: Mapping[Ident, list[Receipt]],
         cancel_requested_at: object,
         created_at: object,
+        max_duration: timedelta | None,
     ) -> Holder[RunT]:
-        receipts = known.get(lease.identity, ())
-        asked = cancel_requested_at is not None
-        return Holder(self.steps, self.landings, lease, make, receipts, cancel_requested=asked, created_at=created_at)
+        return Holder(
+            self.steps,
+            self.landings,
+            lease,
+            make,
+            known.get(lease.identity, ()),
+            cancel_requested=cancel_requested_at is not None,
+            created_at=created_at,
+            max_duration=max_duration,
+        )
+
+    def _time_left(self, row: RunT, *, claimed: bool) -> timedelta | None:
+        """How much time a run has, as far as can be said here; none where only the database can say."""
+        if self.runs.max_duration is None:
+            return None
+        unknown = timedelta(0)
+        return vars(row).get(self.runs.attribute(self.runs.max_duration), unknown) if claimed else unknown
 
     def _lease(self, row: AnyRow) -> Lease:
         *key, number, attempt = row
@@ -242,6 +260,8 @@ class Claims(Generic[RunT]):
     def _own_loader(self) -> tuple[list[int], Loader]:
         runs = self.runs
         columns = [*runs.key, runs.fence, runs.attempts, runs.cancel_requested_at, runs.created_at]
+        if runs.max_duration is not None:
+            columns.append(runs.max_duration)
         every = list(runs.table.columns)
         return [every.index(column) for column in columns], Loader(columns, self.store.engine.dialect)
 

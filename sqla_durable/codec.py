@@ -95,6 +95,11 @@ class Codec(Generic[T]):
             raise ResultError(f"step {step!r}: result{found[0]} {found[1]}{self._remedy}.")
         return text, decoded
 
+    @property
+    def annotation(self) -> str:
+        """The type, for people to read."""
+        return self._annotation
+
     def _load_text(self, text: str | bytes) -> T:
         return self._load(text, by_alias=True, by_name=True)
 
@@ -180,7 +185,7 @@ def codec_of(annotation: Any, name: str = "the result") -> Codec[Any]:
         return build(annotation, repr(annotation))
     except Exception as error:
         raise UsageError(
-            f"{name}: pydantic has no schema for the return annotation {display(annotation)}; return"
+            f"{name}: pydantic has no schema for the annotation {display(annotation)}; use"
             f" a pydantic model, a dataclass or plain JSON values instead. ({str(error).splitlines()[0]})"
         ) from error
 

@@ -10,17 +10,24 @@
      |    +-- RunNotFound            no such run, or not one of this class
      |    +-- KeyConflict            an idempotency key that belongs to a run with another payload
      |    +-- RunInFlight            another run of the group is in flight
+     |    +-- RunReferenced          rows of another table keep runs from being purged
      |    +-- StepReused             a step key used twice in one execution
      |    +-- NestedStep             a step inside a step's body
      |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
      |    +-- ResultError            a result that does not survive being stored
      |    +-- ReceiptMismatch        a receipt that belongs to another kind of step, or does not decode
+     |    +-- InputError             an input that the function it is meant for does not take
      |    +-- SignalMismatch         a signal's payload does not decode as what the run waits for
      +-- HolderError             this holder may not go on with its run
      |    +-- LostLease              the fence moved on: the holder may write nothing any more
      |    +-- Cancelled              someone asked for this run to be cancelled
+     |    +-- TimedOut               the run ran past its deadline
      |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- StepFailed              a replayed step's recorded failure
+     +-- RunFailed               a run whose result is asked for has failed
+     |    +-- RunCancelled           it was cancelled
+     |    +-- RunTimedOut            it ran past its deadline
+     +-- RunNotLanded            a run whose result is asked for has not ended yet
      +-- SignalTimeout           no signal came in time; a TimeoutError, too
      +-- UpdateFailed            what the run called to answer an update has failed
      +-- UpdateTimeout           no answer to an update came in time; a TimeoutError, too
@@ -41,6 +48,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from enum import StrEnum
+
     from sqla_durable.failure import Failure
     from sqla_durable.lease import Lease
 
@@ -95,6 +104,22 @@ class RunInFlight(UsageError):
         return str(self.args[0])
 
 
+class RunReferenced(UsageError):
+    """Rows of another table refer to runs that were to be purged, by a foreign key that does not let them go.
+
+    ``table`` and ``constraint`` say which, and ``purged`` how many runs were gone by then.
+    """
+
+    def __init__(self, message: str, table: str, constraint: str, purged: int) -> None:
+        super().__init__(message, table, constraint, purged)
+        self.table = table
+        self.constraint = constraint
+        self.purged = purged
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class StepReused(UsageError):
     """A step key was used twice in one execution."""
 
@@ -113,6 +138,10 @@ class ResultError(UsageError):
 
 class ReceiptMismatch(UsageError):
     """A receipt was recorded by another kind of step, or its result no longer decodes."""
+
+
+class InputError(UsageError):
+    """An input that the function it is meant for does not take, or that PostgreSQL could not store; no run exists."""
 
 
 class SignalMismatch(UsageError):
@@ -138,6 +167,10 @@ class Cancelled(HolderError):
     """Someone asked for this run to be cancelled; it can only land as cancelled now."""
 
 
+class TimedOut(HolderError):
+    """The run ran past its deadline; it can only land as timed out now."""
+
+
 class Suspended(HolderError):
     """The run waits for something outside: it was handed back, ready again and due later, and this handle is spent.
 
@@ -155,6 +188,30 @@ class StepFailed(DurableError):
 
     def __str__(self) -> str:
         return f"step {self.step!r} failed with {self.failure.type}: {self.failure.message}"
+
+
+class RunFailed(DurableError):
+    """The run whose result was asked for has failed; ``failure`` is what was recorded, and ``status`` where it is."""
+
+    def __init__(self, message: str, status: StrEnum, failure: Failure | None) -> None:
+        super().__init__(message, status, failure)
+        self.status = status
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RunCancelled(RunFailed):
+    """The run whose result was asked for was cancelled."""
+
+
+class RunTimedOut(RunFailed):
+    """The run whose result was asked for ran past its deadline."""
+
+
+class RunNotLanded(DurableError, TimeoutError):
+    """The run whose result was asked for has not ended within the time given; it goes on."""
 
 
 class SignalTimeout(DurableError, TimeoutError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError, Suspended
+from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError, Suspended, TimedOut
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt
@@ -59,7 +59,7 @@ class Outcome:
 def carry_out(holder: Holder[Any], handler: Callable[[], object]) -> Outcome | None:
     """Call the handler of a claimed run and land the run according to how that went, unless it is to land as done.
 
-    A lost lease outweighs a cancel request, that outweighs a suspension, and that the handler's own result.
+    A lost lease outweighs a cancel request, that a deadline, that a suspension, and that the handler's own result.
 
     :return: what happened; None where all is well, and the run is yet to be landed: see :func:`finished`.
     :raises BaseException: an interruption (``KeyboardInterrupt``, ``SystemExit``, ``asyncio.CancelledError``) passes,
@@ -114,7 +114,9 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
         else:
             holder.fail(error, {})
     except Cancelled:
-        return _cancelled(holder, error)
+        return _stopped(holder, holder.cancel, error)
+    except TimedOut:
+        return _timed_out(holder, error)
     except LostLease:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), None, exception=error)
     except RetryableError as unavailable:
@@ -142,9 +144,18 @@ def _outcome(holder: Holder[Any], error: BaseException | None) -> Outcome:
     return Outcome(ending, holder.status, holder.known(), holder.failure, exception=error)
 
 
-def _cancelled(holder: Holder[Any], error: BaseException | None) -> Outcome:
+def _timed_out(holder: Holder[Any], error: BaseException | None) -> Outcome:
     try:
-        holder.cancel()
+        return _stopped(holder, holder.time_out, error)
+    except Cancelled:  # asked for in between
+        return _stopped(holder, holder.cancel, error)
+    except TimedOut as moved:
+        return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=error or moved)
+
+
+def _stopped(holder: Holder[Any], land: Callable[[], None], error: BaseException | None) -> Outcome:
+    try:
+        land()
     except LostLease:
         return Outcome(Ending.LOST_LEASE, holder.status, holder.known(), exception=error)
     except RetryableError as unavailable:

@@ -13,7 +13,9 @@ from typing import Any
 
 from sqlalchemy import (
     ARRAY,
+    CTE,
     BigInteger,
+    Boolean,
     Column,
     ColumnElement,
     DateTime,
@@ -26,6 +28,7 @@ from sqlalchemy import (
     cast,
     func,
     literal_column,
+    null,
     or_,
     select,
 )
@@ -33,9 +36,12 @@ from sqlalchemy import column as named
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable import clock
+from sqla_durable.deadline import OUT_OF_TIME, judged
+from sqla_durable.exc import UsageError
 from sqla_durable.retry import Retry
 from sqla_durable.rows import AnySelect, bound
 from sqla_durable.run import RunRows
+from sqla_durable.stop import judged_once
 
 HISTORY = 20
 UNTIL = "durable_until"
@@ -57,6 +63,15 @@ def let_lapse(runs: RunRows[Any]) -> ColumnElement[bool]:
 def guard(runs: RunRows[Any]) -> AnySelect:
     """Lock the run if the holder's fence is still the run's."""
     return runs.lock(runs.matches(), holding(runs))
+
+
+def held(runs: RunRows[Any], *more: ColumnElement[Any]) -> CTE:
+    """Lock the run if the holder's fence is still the run's, with what it tells of :mod:`.stop`.
+
+    :param more: other columns to have of it.
+    """
+    columns = runs.fence.label("fence"), *more, runs.cancel_requested_at.label("cancel_requested_at")
+    return judged_once(runs, runs.lock(runs.matches(), holding(runs)).add_columns(*columns))
 
 
 def resume(runs: RunRows[Any]) -> Update:
@@ -81,7 +96,8 @@ def beat(runs: RunRows[Any]) -> AnySelect:
     renewed = runs.update(free, changes).returning(runs.fence).cte("renewed")
     held = or_(holding(runs), let_lapse(runs))
     seen = runs.cancel_requested_at.label("cancel_requested_at"), held.label("held")
-    return select(*seen, select(func.count()).select_from(renewed).scalar_subquery().label("renewed")).where(
+    left = [] if runs.deadline is None else [(runs.deadline - clock.stamp()).label("time_left")]
+    return select(*seen, select(func.count()).select_from(renewed).scalar_subquery().label("renewed"), *left).where(
         runs.matches()
     )
 
@@ -94,20 +110,35 @@ def look(runs: RunRows[Any]) -> AnySelect:
         runs.lease_owner.label("lease_owner"),
         runs.cancel_requested_at.label("cancel_requested_at"),
         runs.error.label("error"),
+        *(late.label(OUT_OF_TIME) for late in runs.out_of_time()),
     ).where(runs.matches())
 
 
 def land(runs: RunRows[Any], to: StrEnum, values: Mapping[Column[Any], Any], *, failed: bool) -> Update:
     """Move the run to a terminal status.
 
-    :param to: the status. A run with a pending cancel request lands in no other than the cancelled one.
+    :param to: the status. A run with a pending cancel request lands in no other than the cancelled one, and of one
+     whose deadline has passed see :func:`time_out`.
     :param values: the user's own columns to set along with it.
     :param failed: whether an ``error`` is recorded.
     """
-    uncancelled = [] if to == runs.lifecycle.cancelled else _uncancelled(runs)
     result = _output(runs, bound("output", Text())) if to == runs.lifecycle.done else {}
     changes = {**values, **result, **_landing(runs, to), **(_error(runs) if failed else {})}
-    return runs.update(runs.lock(runs.matches(), holding(runs), *uncancelled), changes).returning(*changes)
+    if to == runs.lifecycle.cancelled:
+        return runs.update(runs.lock(runs.matches(), holding(runs)), changes).returning(*changes)
+    locking = runs.lock(runs.matches(), holding(runs), *_uncancelled(runs))
+    return runs.update(_in_time(runs, locking), changes | _by_then(runs)).returning(*changes)
+
+
+def time_out(runs: RunRows[Any], *, skip_locked: bool = False) -> Update:
+    """Move a run whose deadline has passed to the timed out status, with an error that says so.
+
+    :param skip_locked: whether to leave a locked row alone, for a heartbeat: see :func:`beat`.
+    """
+    timed_out, over = _timing_out(runs)
+    changes = {**_landing(runs, timed_out), **_overrun(runs)}
+    locking = runs.lock(runs.matches(), holding(runs), *_uncancelled(runs), skip_locked=skip_locked)
+    return runs.update(judged(locking, over, late=True), changes).returning(*changes)
 
 
 def land_done(runs: RunRows[Any]) -> Update:
@@ -116,7 +147,8 @@ def land_done(runs: RunRows[Any]) -> Update:
     The result has the columns of :func:`landed`.
     """
     locking = runs.lock(runs.matches(), *_may_be_done(runs), skip_locked=True)
-    return runs.update(locking, _done(runs) | _output(runs, bound("output", Text()))).returning(*landed(runs))
+    changes = _done(runs) | _by_then(runs) | _output(runs, bound("output", Text()))
+    return runs.update(_in_time(runs, locking), changes).returning(*landed(runs))
 
 
 def found(runs: RunRows[Any]) -> AnySelect:
@@ -145,8 +177,8 @@ def land_all_done(runs: RunRows[Any]) -> Update:
     locking = runs.lock(*same, runs.fence == asked.c.fence, *_may_be_done(runs)[1:], skip_locked=True)
     if runs.output is not None:
         locking = locking.add_columns(asked.c.output.label("asked_output"))
-    result = _output(runs, named("asked_output", Text()))
-    return runs.update(locking.order_by(*runs.key), _done(runs) | result).returning(*landed(runs))
+    changes = _done(runs) | _by_then(runs) | _output(runs, named("asked_output", Text()))
+    return runs.update(_in_time(runs, locking.order_by(*runs.key)), changes).returning(*landed(runs))
 
 
 def landed(runs: RunRows[Any]) -> list[Column[Any]]:
@@ -157,8 +189,8 @@ def landed(runs: RunRows[Any]) -> list[Column[Any]]:
 def release(runs: RunRows[Any], retry: Retry, *, failed: bool, delayed: bool = False, notify: bool = False) -> Update:
     """Hand the run back: ready again, owner cleared, so that every copy of the lease is spent.
 
-    A run with a pending cancel request lands cancelled instead, and one that failed with its attempts used up lands
-    too: neither is started again.
+    A run with a pending cancel request lands cancelled instead, one whose deadline has passed lands timed out, and one
+    that failed with its attempts used up lands too: none of them is started again.
 
     :param retry: says the backoff.
     :param failed: whether an ``error`` is recorded, and the run waits for its backoff.
@@ -179,7 +211,7 @@ def park(runs: RunRows[Any], *, failed: bool) -> Update:
     """Hand the run back to wait for something outside: ready, due after ``delay``, and no attempt is counted.
 
     The run has made progress, so that attempts start from nothing again: waiting, however long, uses none up. A run
-    with a pending cancel request lands cancelled instead.
+    with a pending cancel request lands cancelled instead, and one whose deadline has passed timed out.
 
     :param failed: whether an ``error`` is recorded; else the last one is cleared.
     """
@@ -196,7 +228,7 @@ def wait(runs: RunRows[Any], locking: AnySelect, *, for_signal: bool) -> Update:
     """Hand the run back to wait, as :func:`park` does: until an instant, or until a signal makes it due.
 
     :param locking: selects what the holder has locked, as :meth:`.Rows.lock` does, with the instant as :data:`UNTIL`,
-     which may be NULL.
+     which may be NULL, and what :func:`held` tells of its deadline.
     :param for_signal: whether it waits for the signal of the given ``name``.
     """
     until = func.least(func.coalesce(named(UNTIL, DateTime(timezone=True)), FAR_FUTURE), FAR_FUTURE)
@@ -226,9 +258,14 @@ def _hand_back(
     locking: AnySelect | None = None,
     notify: bool = False,
 ) -> Update:
-    """Move the run back to ready, unless someone asked to cancel it or another of the conditions lands it."""
+    """Move the run back to ready, unless it has to stop or another of the conditions lands it."""
     lifecycle = runs.lifecycle
     ready = runs.constant(lifecycle.ready)
+    late = literal_column(f"target.{OUT_OF_TIME}", Boolean())
+    if locking is None:
+        locking = _judged(runs, runs.lock(runs.matches(), holding(runs)))
+    if runs.deadline is not None:
+        landings = [(late, _timing_out(runs)[0]), *landings]
     if lifecycle.cancelled is not None:
         landings = [(runs.cancel_requested_at.is_not(None), lifecycle.cancelled), *landings]
     if landings:
@@ -239,8 +276,44 @@ def _hand_back(
         }
     else:
         changes |= {runs.status: ready}
-    released = runs.update(runs.lock(runs.matches(), holding(runs)) if locking is None else locking, changes)
-    return released.returning(*changes, *(runs.notices if notify else ()))
+    if runs.deadline is not None:
+        times_out = and_(late, *_uncancelled(runs))
+        changes |= {
+            column: case((times_out, value), else_=changes.get(column, column))
+            for column, value in _overrun(runs).items()
+        }
+    return runs.update(locking, changes).returning(*changes, *(runs.notices if notify else ()))
+
+
+def _timing_out(runs: RunRows[Any]) -> tuple[StrEnum, ColumnElement[Any]]:
+    timed_out, over = runs.lifecycle.timed_out, runs.deadline
+    if timed_out is None or over is None:
+        raise UsageError(f"{runs.entity.__name__} has no deadlines; add DeadlineMixin and Lifecycle(timed_out=...).")
+    return timed_out, over
+
+
+def _overrun(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+    """The error of a run that is past its deadline: as it would be recorded of an exception, without a traceback."""
+    said = "ran past its deadline: started at %s, with a max_duration of %s, its time was over at %s"
+    message = func.format(cast(said, Text), runs.started_at, runs.max_duration, runs.deadline)
+    fields = "type", cast("TimedOut", Text), "message", message, "traceback", cast(null(), Text)
+    error = func.jsonb_build_object(*fields, type_=JSONB)
+    return {runs.error: error, runs.failures: remember(runs, error, cast(null(), Text))}
+
+
+def _judged(runs: RunRows[Any], locking: AnySelect) -> AnySelect:
+    """What ``locking`` locks, with whether its deadline has passed by then."""
+    return locking if runs.deadline is None else judged(locking, runs.deadline)
+
+
+def _in_time(runs: RunRows[Any], locking: AnySelect) -> AnySelect:
+    """What ``locking`` locks, without a run whose deadline has passed by then."""
+    return locking if runs.deadline is None else judged(locking, runs.deadline, late=False)
+
+
+def _by_then(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+    """The end of a run that was in time: not after its deadline, though the clock has gone on since it was judged."""
+    return {} if runs.deadline is None else {runs.finished_at: func.least(clock.stamp(), runs.deadline)}
 
 
 def _delay() -> ColumnElement[Any]:

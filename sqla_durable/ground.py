@@ -23,8 +23,8 @@ OLDEST_SERVER = (15,)
 class Gate(Protocol):
     """Where one thread, or task, waits until another opens it, once."""
 
-    def wait(self) -> None:
-        """Wait until it is open."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it is open, or for so long."""
         ...
 
     def open(self) -> None:
@@ -59,6 +59,10 @@ class Sessions(Protocol):
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
         """Run ``work``, which uses connections, in the thread that calls this."""
+        ...
+
+    def block(self, wait: Callable[[], object]) -> None:
+        """Within that ``work``: call what blocks the thread."""
         ...
 
 

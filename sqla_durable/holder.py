@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 from sqlalchemy import Connection, Update
 
@@ -32,6 +32,7 @@ from sqla_durable.exc import (
     RetryableError,
     StepReused,
     Suspended,
+    TimedOut,
     UsageError,
 )
 from sqla_durable.failure import Failure
@@ -43,6 +44,7 @@ from sqla_durable.rows import arguments
 from sqla_durable.run import RunT
 from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, refuse_other_kind, replayed
+from sqla_durable.stop import Stop, reasons
 from sqla_durable.store import Store
 from sqla_durable.waiting import Parked
 
@@ -50,6 +52,7 @@ ValueT = TypeVar("ValueT")
 _log = logging.getLogger("sqla_durable")
 _MOMENT = 0.05
 _REMEMBERED = 100
+_WEIGHTS: Final = {LostLease: 4, Cancelled: 3, TimedOut: 2, DurableError: 1}
 _inside: ContextVar[_Body | None] = ContextVar("sqla_durable_step", default=None)
 
 
@@ -80,6 +83,7 @@ class Holder(Generic[RunT]):
     :param receipts: the receipts known at that time.
     :param cancel_requested: whether the run had been asked to be cancelled by then.
     :param created_at: when it was inserted, as the database has it.
+    :param max_duration: how long its execution may last; what is left of it may be less, which the database says.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Holder(Generic[RunT]):
         *,
         cancel_requested: bool,
         created_at: object,
+        max_duration: timedelta | None = None,
     ) -> None:
         self.steps = steps
         self.landings = landings
@@ -113,12 +118,14 @@ class Holder(Generic[RunT]):
         """The result of the whole run, as JSON, that a landing as done writes."""
         self.left = False
         self.claimed_at = -math.inf
+        self.ask_at = self._from_now(max_duration)
+        """When to ask the database whether the run's deadline has passed, if not before; of :func:`time.monotonic`."""
         self.issuing = False
         self._ending = False
         self._used: set[str] = set()
         self._seen: set[str] = set()
         self._raised: deque[_Raised] = deque(maxlen=_REMEMBERED)
-        self.note_cancel(requested=cancel_requested)
+        self.note_stop(reasons(self.store.runs, requested=cancel_requested, late=False))
 
     @property
     def row(self) -> RunT:
@@ -126,7 +133,9 @@ class Holder(Generic[RunT]):
         with self._made:
             if self._row is None:
                 self._row = self._make()
+            if self._landed:
                 self.store.runs.show(self._row, self._landed)
+                self._landed = {}
             return self._row
 
     def known(self) -> tuple[Receipt, ...]:
@@ -170,7 +179,7 @@ class Holder(Generic[RunT]):
             recorded = self.steps.record(self.lease, name, effect, result=text)
             if recorded.before:
                 result = replayed(recorded.receipt, effect, codec)
-            return Recorded(recorded.receipt, result, recorded.cancel_requested)
+            return Recorded(recorded.receipt, result, recorded.stop)
 
         return self.step(key, effect, codec, live)
 
@@ -208,7 +217,7 @@ class Holder(Generic[RunT]):
                     record = record_failure or partial(self._failure_of_step, effect)
                     self._record_failure(name, record, error)
                 raise
-        self.succeeded(recorded.receipt, cancel_requested=recorded.cancel_requested)
+        self.succeeded(recorded.receipt, recorded.stop)
         return recorded.value
 
     def _record_failure(self, name: str, record: Callable[[str, Failure], Receipt], error: Exception) -> None:
@@ -226,11 +235,11 @@ class Holder(Generic[RunT]):
         self.receipts[receipt.step] = receipt
         self._seen.add(receipt.step)
 
-    def succeeded(self, receipt: Receipt, *, cancel_requested: bool) -> None:
-        """Note that a step has succeeded, so that its key is used up."""
+    def succeeded(self, receipt: Receipt, told: Stop | None) -> None:
+        """Note that a step has succeeded, so that its key is used up; and what the run has to stop for, if it has."""
         self.receipts[receipt.step] = receipt
         self._used.add(receipt.step)
-        self.note_cancel(requested=cancel_requested)
+        self.note_stop(told)
 
     def refuse_nested(self, key: str | int) -> None:
         """Refuse a step that was started inside the body of another step of this run."""
@@ -325,8 +334,12 @@ class Holder(Generic[RunT]):
         self.claimed_at = sent
 
     def beat(self, connection: Connection) -> bool:
-        """Renew the lease, unless the run's row is locked; return whether the holder may no longer go on."""
-        if self.lost is not None:
+        """Renew the lease, unless the run's row is locked; return whether the holder has learnt that it may not go on.
+
+        The lease of a run that is past its deadline is renewed as well, until the run is landed: see :meth:`overtake`.
+        """
+        before = self.lost
+        if before is not None and not isinstance(before, TimedOut):
             return False
         row = self.store.beat.first(connection, self.store.parameters(self.lease))
         # A landing of this holder's own that has committed, but has not been answered yet, looks like a lost lease.
@@ -335,8 +348,30 @@ class Holder(Generic[RunT]):
         if row is None or not (row.held or row.renewed):
             self.note(self.store.lost(connection, self.lease))
         else:
-            self.note_cancel(requested=row.cancel_requested_at is not None)
-        return self.lost is not None
+            left: timedelta | None = None if self.store.runs.deadline is None else row.time_left
+            late = left is not None and left <= timedelta(0)
+            self.ask_at = None if late else self._from_now(left)
+            self.note_stop(reasons(self.store.runs, requested=row.cancel_requested_at is not None, late=late))
+        return _weight(self.lost) > _weight(before)
+
+    def overtake(self, connection: Connection) -> bool:
+        """Land a run that is past its deadline while its handler goes on, unless the row is locked; True if this did.
+
+        It is for the heartbeat: a handler that blocks its thread or event loop would keep its run for ever. A step
+        under way may end, and what it commits stands.
+        """
+        if self.ended or self._ending or not isinstance(self.lost, TimedOut):
+            return False
+        statement = fence.time_out(self.store.runs, skip_locked=True)
+        row = connection.execute(statement, self._fenced()).one_or_none()
+        if row is None:
+            return False
+        # Not shown on the user's object at once, which the handler's thread may be at.
+        self._take_end(row._mapping)
+        return True
+
+    def _from_now(self, duration: timedelta | None) -> float | None:
+        return None if duration is None else time.monotonic() + duration.total_seconds()
 
     def refuse_lost(self) -> None:
         """Raise what is known to have ended this holder's right to write."""
@@ -349,13 +384,13 @@ class Holder(Generic[RunT]):
         if self.ended:
             raise UsageError(f"this run has ended as {self.status.value}; its handle is spent.")
 
-    def note_cancel(self, *, requested: bool) -> None:
-        """Note that the run was asked to be cancelled, if its lifecycle knows of that."""
-        if requested and self.store.runs.lifecycle.cancelled is not None:
-            self.note(self.store.cancelled(self.lease))
+    def note_stop(self, told: Stop | None) -> None:
+        """Note what the run has to stop for, if it has."""
+        if told is not None:
+            self.note(self.store.stopped(self.lease, told))
 
     def note(self, error: DurableError) -> None:
-        """Note an error that ends this holder's right to write; a lost lease outweighs a cancel request."""
+        """Note an error that ends this holder's right to write, unless it has noted one that outweighs it."""
         if isinstance(error, HolderError) and error.lease == self.lease and _weight(error) >= _weight(self.lost):
             self.lost = error
 
@@ -377,6 +412,24 @@ class Holder(Generic[RunT]):
         cancelled = self.store.runs.lifecycle.cancelled
         if cancelled is not None:
             self.land(cancelled, {})
+
+    def time_out(self) -> None:
+        """Land a run that ran past its deadline, if its heartbeat has not.
+
+        :raises TimedOut: where it cannot be landed so either: somebody has moved the deadline.
+        """
+        if self.ended:
+            return
+        try:
+            self._end(fence.time_out(self.store.runs), None)
+        except TimedOut:
+            # The heartbeat has, and has not been answered yet.
+            found = self.store.single(
+                lambda connection: connection.execute(fence.found(self.store.runs), self._fenced()).one_or_none()
+            )
+            if found is None or found._mapping[self.store.runs.status] != self.store.runs.lifecycle.timed_out:
+                raise
+            self._show(found._mapping)
 
     def land(self, to: StrEnum, values: Mapping[str, Any], error: BaseException | Failure | None = None) -> None:
         """Move the run to a terminal status, in one fenced statement."""
@@ -411,7 +464,7 @@ class Holder(Generic[RunT]):
             found = parked()
             if isinstance(found, Parked):
                 self._show(found.changed)
-        except (LostLease, Cancelled) as lost:
+        except (LostLease, Cancelled, TimedOut) as lost:
             self.note(lost)
             raise
         finally:
@@ -422,8 +475,11 @@ class Holder(Generic[RunT]):
 
     def _unwind(self, what: str, error: Exception | None = None) -> NoReturn:
         """Raise what unwinds the handler of a run that was handed back."""
-        if self.status == self.store.runs.lifecycle.cancelled:
-            unwinds: HolderError = self.store.cancelled(self.lease)
+        lifecycle = self.store.runs.lifecycle
+        if self.status == lifecycle.cancelled:
+            unwinds: HolderError = self.store.stopped(self.lease, Stop.CANCELLED)
+        elif self.status == lifecycle.timed_out:
+            unwinds = self.store.stopped(self.lease, Stop.TIMED_OUT)
         else:
             unwinds = Suspended(f"{self.store.runs.entity.__name__} {self.lease.identity!r} {what}.", self.lease)
         self.note(unwinds)
@@ -475,35 +531,43 @@ class Holder(Generic[RunT]):
         failure = Failure.of(error) if isinstance(error, BaseException) else error
         if failure is not None:
             more |= {"error": json.dumps(failure.to_json()), "step": self.step_of(error)}
-        key = self.store.runs.parameters(self.lease.identity)
-        parameters = {**key, **arguments(fence=self.lease.fence, output=self.output, **more)}
+        parameters = self._fenced(output=self.output, **more)
         self._ending = True
         try:
             row = self.store.write(
                 self.lease, lambda connection: connection.execute(statement, parameters).one_or_none()
             )
-            self._show(row._mapping)
             self.failure = failure
-        except (LostLease, Cancelled) as lost:
+            self._show(row._mapping)
+        except (LostLease, Cancelled, TimedOut) as lost:
             self.note(lost)
             raise
         finally:
             self._ending = False
 
+    def _fenced(self, **more: Any) -> dict[str, Any]:
+        return {**self.store.runs.parameters(self.lease.identity), **arguments(fence=self.lease.fence, **more)}
+
     def _show(self, landed: Mapping[Any, Any]) -> None:
-        self.status = landed[self.store.runs.status]
-        self.ended = True
+        self._take_end(landed)
+        if self._row is not None:
+            _ = self.row
+
+    def _take_end(self, landed: Mapping[Any, Any]) -> None:
+        runs = self.store.runs
+        self.status = landed[runs.status]
+        if self.status == runs.lifecycle.timed_out and landed.get(runs.error) is not None:
+            self.failure = Failure.from_json(landed[runs.error])
         with self._made:
             self._landed = landed
-            if self._row is not None:
-                self.store.runs.show(self._row, landed)
+        self.ended = True
 
 
 def _weight(error: DurableError | None) -> int:
     """What outweighs what, of the errors that end a holder's right to write."""
     if error is None:
         return 0
-    return 3 if isinstance(error, LostLease) else 2 if isinstance(error, Cancelled) else 1
+    return next(weight for kind, weight in _WEIGHTS.items() if isinstance(error, kind))
 
 
 def stored_key(key: str | int) -> str:

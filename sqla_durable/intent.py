@@ -23,7 +23,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.dml import ReturningDelete, ReturningUpdate
 
-from sqla_durable import clock
+from sqla_durable import clock, fence, stop
+from sqla_durable.deadline import OUT_OF_TIME
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding, let_lapse
 from sqla_durable.lease import Lease
@@ -42,18 +43,17 @@ from sqla_durable.receipt import (
 )
 from sqla_durable.rows import AnyRow, AnySelect, arguments, bound
 from sqla_durable.run import RunRows
+from sqla_durable.stop import Stop
 from sqla_durable.store import Store
-
-_TOLD = "cancel_requested", "recorded_at"
 
 
 def issues(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and record the intent to issue an operation.
 
     A receipt that is there stays, whatever it says: who inserts the intent is the one to issue. Nothing is inserted
-    for a run that someone asked to cancel.
+    for a run that has to stop.
     """
-    held = _held(runs)
+    held = fence.held(runs)
     values = {receipts.outcome: _outcome(StepOutcome.ISSUED), receipts.recorded_at: clock.stamp()}
     insert, _ = from_held(receipts, _wanted(runs, held), values)
     keys = [*receipts.run_key, receipts.step]
@@ -71,6 +71,7 @@ def attaches(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     return select(
         held.label("held"),
         runs.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *(late.label(OUT_OF_TIME) for late in runs.out_of_time()),
         select(attached.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
     ).where(runs.matches())
 
@@ -82,7 +83,7 @@ def attaches_by_hand(receipts: ReceiptRows) -> ReturningUpdate[Any]:
 
 def settles(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and record how its pending operation has ended."""
-    held = _held(runs)
+    held = fence.held(runs)
     keys = [column == held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)]
     settled = (
         update(receipts.table)
@@ -104,7 +105,7 @@ def settles(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def withdraws(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and delete the intent that it recorded."""
-    held = _held(runs)
+    held = fence.held(runs)
     own = [column == held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)]
     issued = receipts.step == step_key(), receipts.in_outcome(StepOutcome.ISSUED), receipts.fence == held.c.fence
     withdrawn = delete(receipts.table).where(*own, *issued).returning(receipts.recorded_at)
@@ -128,25 +129,16 @@ def never_issued(runs: RunRows[Any], receipts: ReceiptRows) -> ReturningDelete[A
     return delete(receipts.table).where(*condition).returning(receipts.step)
 
 
-def _held(runs: RunRows[Any]) -> CTE:
-    held: CTE = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-    )
-    return held
-
-
 def _wanted(runs: RunRows[Any], held: CTE) -> CTE:
-    """The held run unless it is to be cancelled."""
-    if runs.lifecycle.cancelled is None:
-        return held
-    return select(held).where(held.c.cancel_requested_at.is_(None)).cte("wanted")
+    """The held run unless it has to stop."""
+    asked = [] if runs.lifecycle.cancelled is None else [held.c.cancel_requested_at.is_(None)]
+    going_on = *asked, *([] if runs.deadline is None else [not_(held.c[OUT_OF_TIME])])
+    return select(held).where(*going_on).cte("wanted") if going_on else held
 
 
 def _told(held: CTE, written: CTE) -> AnySelect:
     return select(
-        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *stop.told(held),
         select(next(iter(written.c))).scalar_subquery().label("recorded_at"),
     )
 
@@ -185,11 +177,12 @@ class Intents:
 
         :raises LostLease: where the fence has moved on; nothing is recorded.
         :raises Cancelled: where someone asked for the run to be cancelled; nothing is recorded.
+        :raises TimedOut: where it ran past its deadline; nothing is recorded.
         """
         parameters = self.store.parameters(lease, step=key, effect=Effect.OPERATION.value)
         row = self.store.write(lease, lambda connection: self._issues.first(connection, parameters))
-        if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
-            raise self.store.cancelled(lease)
+        if (told := stop.stop_of(self.store.runs, row)) is not None:
+            raise self.store.stopped(lease, told)
         if row.recorded_at is None:
             return None
         return Receipt(key, StepOutcome.ISSUED, None, None, Effect.OPERATION, lease.fence, row.recorded_at)
@@ -211,10 +204,10 @@ class Intents:
 
     def settle(
         self, lease: Lease, pending: Receipt, *, result: str | None = None, failure: Failure | None = None
-    ) -> tuple[Receipt | None, bool]:
+    ) -> tuple[Receipt | None, Stop | None]:
         """Record how a pending operation has ended.
 
-        :return: the terminal receipt, or None where it was not pending any more; and whether a cancel is requested.
+        :return: the terminal receipt, or None where it was not pending any more; and whether the run has to stop.
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
@@ -223,8 +216,9 @@ class Intents:
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._settles.first(connection, parameters))
         )
+        told = stop.stop_of(self.store.runs, row)
         if row.recorded_at is None:
-            return None, row.cancel_requested
+            return None, told
         settled = replace(
             pending,
             outcome=outcome,
@@ -233,7 +227,7 @@ class Intents:
             fence=lease.fence,
             recorded_at=row.recorded_at,
         )
-        return settled, row.cancel_requested
+        return settled, told
 
     def withdraw(self, lease: Lease, key: str) -> None:
         """Delete this holder's own intent, of which the service certainly knows nothing.
@@ -253,21 +247,25 @@ class Intents:
 
     # statements
 
+    @property
+    def _told(self) -> tuple[str, ...]:
+        return (*stop.names(self.store.runs), "recorded_at")
+
     @cached_property
     def _issues(self) -> Prepared:
-        return self.store.prepare(issues(self.store.runs, self.store.receipts), *_TOLD)
+        return self.store.prepare(issues(self.store.runs, self.store.receipts), *self._told)
 
     @cached_property
     def _attaches(self) -> Prepared:
-        return self.store.prepare(attaches(self.store.runs, self.store.receipts), "held", *_TOLD)
+        return self.store.prepare(attaches(self.store.runs, self.store.receipts), "held", *self._told)
 
     @cached_property
     def _settles(self) -> Prepared:
-        return self.store.prepare(settles(self.store.runs, self.store.receipts), *_TOLD)
+        return self.store.prepare(settles(self.store.runs, self.store.receipts), *self._told)
 
     @cached_property
     def _withdraws(self) -> Prepared:
-        return self.store.prepare(withdraws(self.store.runs, self.store.receipts), *_TOLD)
+        return self.store.prepare(withdraws(self.store.runs, self.store.receipts), *self._told)
 
     @cached_property
     def _one(self) -> AnySelect:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     DateTime,
     Text,
@@ -72,45 +73,77 @@ class RunSummary:
     cursor: str
 
 
-def page(runs: RunRows[Any], conditions: Collection[ColumnElement[bool]], limit: int) -> AnySelect:
-    """Read up to ``limit`` runs, the newest first; of those inserted at the same instant, the greatest key first."""
+class RunConditions(TypedDict, total=False):
+    """The conditions of :meth:`.Runs.find`, of which those that are given must all be met."""
+
+    status: StrEnum | Collection[StrEnum] | None
+    older_than: timedelta | None
+    newer_than: timedelta | None
+    error: str | None
+    owner: str | None
+    cancel_requested: bool | None
+
+
+def page(
+    runs: RunRows[Any],
+    conditions: Collection[ColumnElement[bool]],
+    limit: int,
+    extras: Sequence[ColumnElement[Any]] = (),
+) -> AnySelect:
+    """Read up to ``limit`` runs, the newest first; of those inserted at the same instant, the greatest key first.
+
+    :param extras: what is read besides.
+    """
     newest_first = [column.desc() for column in _place(runs)]
     return (
-        _summaries(runs, traceback=False)
+        _summaries(runs, extras, traceback=False)
         .where(*conditions, *runs.of_class())
         .order_by(*newest_first)
         .limit(at_most(limit))
     )
 
 
-def one(runs: RunRows[Any]) -> AnySelect:
-    """Read the run with the given key."""
-    return _summaries(runs, traceback=True).where(runs.matches())
+def one(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]] = ()) -> AnySelect:
+    """Read the run with the given key.
+
+    :param extras: what is read besides.
+    """
+    return _summaries(runs, extras, traceback=True).where(runs.matches())
 
 
-def counts(runs: RunRows[Any]) -> AnySelect:
-    """Count the runs of each status that there are any of."""
-    return select(runs.status, func.count()).where(*runs.of_class()).group_by(runs.status)
+def counts(
+    runs: RunRows[Any], conditions: Collection[ColumnElement[bool]] = (), by: Sequence[Column[Any]] = ()
+) -> AnySelect:
+    """Count the runs of each status that there are any of.
+
+    :param by: columns whose values are told apart as well, and come first.
+    """
+    return (
+        select(*by, runs.status, func.count())
+        .where(*conditions, *runs.of_class())
+        .group_by(*by, runs.status)
+        .order_by(*by)
+    )
 
 
 def wanted(
     runs: RunRows[Any],
     *,
-    status: StrEnum | Collection[StrEnum] | None,
-    older_than: timedelta | None,
-    newer_than: timedelta | None,
-    error: str | None,
-    owner: str | None,
-    cancel_requested: bool | None,
+    status: StrEnum | Collection[StrEnum] | None = None,
+    older_than: timedelta | None = None,
+    newer_than: timedelta | None = None,
+    error: str | None = None,
+    owner: str | None = None,
+    cancel_requested: bool | None = None,
 ) -> list[ColumnElement[bool]]:
     """Return the conditions that a caller of ``find`` asks for."""
     conditions: list[ColumnElement[bool]] = []
     if status is not None:
-        conditions.append(runs.status.in_([runs.constant(each) for each in _statuses(runs, status)]))
+        conditions.append(runs.status.in_([runs.constant(each) for each in statuses(runs, status)]))
     if older_than is not None:
-        conditions.append(_created(runs) <= _ago("older_than", older_than))
+        conditions.append(_created(runs) <= ago("older_than", older_than))
     if newer_than is not None:
-        conditions.append(_created(runs) > _ago("newer_than", newer_than))
+        conditions.append(_created(runs) > ago("newer_than", newer_than))
     if error is not None:
         recorded = [sql_cast(runs.error, JSONB)[name].astext for name in ("type", "message")]
         conditions.append(or_(*(text.icontains(error, autoescape=True) for text in recorded)))
@@ -139,20 +172,26 @@ def following(runs: RunRows[Any], name: str, cursor: str) -> ColumnElement[bool]
     return tuple_(*place) < tuple_(*values)
 
 
-def summary_of(row: AnyRow, name: str, width: int) -> RunSummary:
+SummaryT = TypeVar("SummaryT", bound=RunSummary)
+
+
+def summary_of(row: AnyRow, name: str, width: int, kind: type[SummaryT]) -> SummaryT:
     """Return the value for a row of :func:`page` or :func:`one`.
 
     :param name: the table, for the cursor.
     :param width: of how many columns the key consists.
+    :param kind: what it is to be; the fields that it has beside those of a :class:`RunSummary` are what was read
+     besides.
     """
     columns: tuple[Any, ...] = tuple(row)
     identity, texts, values = columns[:width], columns[width : 2 * width + 1], columns[2 * width + 1 :]
     first, *between, last = (field.name for field in fields(RunSummary))
-    named: dict[str, Any] = dict(zip(between, values, strict=True))
+    besides = [field.name for field in fields(kind)][len(between) + 2 :]
+    named: dict[str, Any] = dict(zip([*between, *besides], values, strict=True))
     named |= {first: identity, last: _cursor(name, texts)}
     if named["failure"] is not None:
         named["failure"] = Failure.from_json(json.loads(named["failure"]))
-    return RunSummary(**named)
+    return kind(**named)
 
 
 def _cursor(name: str, texts: Sequence[str]) -> str:
@@ -160,7 +199,7 @@ def _cursor(name: str, texts: Sequence[str]) -> str:
     return urlsafe_b64encode(json.dumps([name, *texts], separators=(",", ":")).encode()).decode().rstrip("=")
 
 
-def _summaries(runs: RunRows[Any], *, traceback: bool) -> AnySelect:
+def _summaries(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]], *, traceback: bool) -> AnySelect:
     created = _created(runs)
     error = sql_cast(runs.error, JSONB)
     return select(
@@ -182,6 +221,7 @@ def _summaries(runs: RunRows[Any], *, traceback: bool) -> AnySelect:
         sql_cast(error if traceback else error.op("-", return_type=JSONB())(sql_cast("traceback", Text)), Text),
         func.coalesce(runs.lease_expires_at <= clock.now(), false()),
         clock.now() - created,
+        *extras,
     )
 
 
@@ -197,7 +237,11 @@ def _place(runs: RunRows[Any]) -> list[ColumnElement[Any]]:
     return [type_coerce(known, column.type), *runs.key]
 
 
-def _statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list[StrEnum]:
+def statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list[StrEnum]:
+    """Return the statuses that a caller names.
+
+    :raises UsageError: for one of another machine.
+    """
     machine = runs.lifecycle.machine
     given: Collection[object] = [status] if isinstance(status, str) else status
     for each in given:
@@ -206,7 +250,11 @@ def _statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list
     return [each for each in machine.transitions if each in given]
 
 
-def _ago(name: str, duration: timedelta) -> ColumnElement[datetime]:
+def ago(name: str, duration: timedelta) -> ColumnElement[datetime]:
+    """The instant so long before the database's present.
+
+    :raises UsageError: for a duration out of range.
+    """
     if not timedelta(0) <= duration <= LONGEST:
         raise UsageError(f"{name}={duration}: a duration from 0 to {LONGEST.days} days.")
     return clock.now() - clock.interval(duration)

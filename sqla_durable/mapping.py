@@ -58,8 +58,8 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     _add(table, ForeignKeyConstraint([column.key for column in columns], referred, name=name, **options))
 
 
-def add_index(columns: Sequence[Column[Any]], where: ColumnElement[bool]) -> None:
-    """Add a partial index, named by the metadata's convention if it has one for indexes."""
+def add_index(columns: Sequence[Column[Any]], where: ColumnElement[bool] | None = None) -> None:
+    """Add an index, a partial one if need be, named by the metadata's convention if it has one for indexes."""
     Index(_name(columns[0].table, Index, columns[0].name), *columns, postgresql_where=where)
 
 

@@ -35,6 +35,7 @@ from sqla_durable.receipt import Effect, Receipt, StepOutcome, parsed
 from sqla_durable.retry import LONGEST
 from sqla_durable.rows import AnyRow
 from sqla_durable.step import refuse_other_kind, replayed
+from sqla_durable.stop import Stop, stop_of
 
 IdsT = TypeVar("IdsT")
 ResultT = TypeVar("ResultT")
@@ -103,11 +104,11 @@ class Operation(Generic[IdsT, ResultT]):
         with holder.raising(name):
             receipt = self._known(name)
             if receipt is not None and receipt.outcome.terminal:
-                value, cancel_requested = replayed(receipt, Effect.OPERATION, self._result), False
+                value, told = replayed(receipt, Effect.OPERATION, self._result), None
             else:
                 receipt, ids = self._issued(name) if receipt is None else self._pending(receipt)
-                receipt, value, cancel_requested = self._polled(receipt, ids)
-        holder.succeeded(receipt, cancel_requested=cancel_requested)
+                receipt, value, told = self._polled(receipt, ids)
+        holder.succeeded(receipt, told)
         return value
 
     # where it stands
@@ -217,12 +218,12 @@ class Operation(Generic[IdsT, ResultT]):
         holder = self._holder
         if row is None or not row.held:
             raise holder.store.single(lambda connection: holder.store.lost(connection, holder.lease))
-        holder.note_cancel(requested=row.cancel_requested)
+        holder.note_stop(stop_of(holder.store.runs, row))
         holder.refuse_lost()
 
     # polling
 
-    def _polled(self, receipt: Receipt, ids: IdsT) -> tuple[Receipt, ResultT, bool]:
+    def _polled(self, receipt: Receipt, ids: IdsT) -> tuple[Receipt, ResultT, Stop | None]:
         holder, name = self._holder, receipt.step
         holder.refuse_lost()
         try:
@@ -234,11 +235,11 @@ class Operation(Generic[IdsT, ResultT]):
         if isinstance(answer, Pending):
             holder.park(self._every if answer.after is None else answer.after, f"operation {name!r}")
         text, value = self._result.round_trip(answer, name)
-        settled, cancel_requested = self._intents.settle(holder.lease, receipt, result=text)
+        settled, told = self._intents.settle(holder.lease, receipt, result=text)
         if settled is None:
             settled = self._settled_by_another(name)
             value = replayed(settled, Effect.OPERATION, self._result)
-        return settled, value, cancel_requested
+        return settled, value, told
 
     def _unanswered(self, receipt: Receipt, error: Exception) -> None:
         """Return where ``error`` is the answer, or nothing that another poll could mend; else park the run.

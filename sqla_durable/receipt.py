@@ -319,6 +319,11 @@ def forget_failed(receipts: ReceiptRows) -> Delete:
     return delete(receipts.table).where(*receipts.of_run(), receipts.may_be_done_again)
 
 
+def forget_failed_of(receipts: ReceiptRows, identities: Sequence[Ident]) -> Delete:
+    """Do the same with some runs."""
+    return delete(receipts.table).where(among(receipts.run_key, identities), receipts.may_be_done_again)
+
+
 def receipt_of(row: Sequence[Any]) -> Receipt:
     """Return the value for the columns that :meth:`.ReceiptRows.recorded` names."""
     step, outcome, result, error, effect, fence, recorded_at, ids = row

@@ -10,7 +10,23 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import JSON, Column, ColumnElement, Connection, DateTime, Integer, String, and_, case, event, func, text
+from sqlalchemy import (
+    JSON,
+    Column,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Integer,
+    String,
+    Update,
+    and_,
+    case,
+    event,
+    false,
+    func,
+    literal,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
@@ -18,13 +34,14 @@ from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
 from sqla_durable import clock, expiry, frozen
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.deadline import DeadlineMixin, deadline
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
 from sqla_durable.priority import PriorityMixin
-from sqla_durable.rows import Rows, constant
+from sqla_durable.rows import AnySelect, Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
@@ -116,6 +133,9 @@ _notices: WeakKeyDictionary[type[RunMixin], Sequence[ColumnElement[Any]]] = Weak
 class RunRows(Rows[RunT]):
     """The rows of a run class, with the columns and statuses that the library's statements speak of."""
 
+    started_with: Collection[str] = ()
+    """The attributes of a mixin that a run is started with; on a dataclass base no parameters of the constructor."""
+
     def __init__(self, entity: type[RunT]) -> None:
         super().__init__(entity)
         self.lifecycle: Lifecycle[Any] = entity.__lifecycle__
@@ -132,12 +152,14 @@ class RunRows(Rows[RunT]):
         self.started_at = self.column("started_at")
         self.finished_at = self.column("finished_at")
         keyed, prioritized = issubclass(entity, KeyMixin), issubclass(entity, PriorityMixin)
-        limited, waiting = issubclass(entity, AttemptsMixin), issubclass(entity, WaitMixin)
+        limited, timed = issubclass(entity, AttemptsMixin), issubclass(entity, DeadlineMixin)
+        waiting = issubclass(entity, WaitMixin)
         self.idempotency_key = self.column("idempotency_key") if keyed else None
         self.key_fingerprint = self.column("key_fingerprint") if keyed else None
         self.key_scope = self.declared(key_scope(entity), "__key_scope__") if keyed else ()
         self.priority = self.column("priority") if prioritized else None
         self.max_attempts = self.column("max_attempts") if limited else None
+        self.max_duration = self.column("max_duration") if timed else None
         self.waits_for = self.column("waits_for") if waiting else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
@@ -147,6 +169,32 @@ class RunRows(Rows[RunT]):
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
         return ()
 
+    def upon_landing(self, landed: ColumnElement[bool]) -> Mapping[Column[Any], Any]:  # noqa: ARG002 - of those that do
+        """What else a statement that may land a run sets, in terms of the row as it was.
+
+        :param landed: the condition that it does land this one.
+        """
+        return {}
+
+    def update(
+        self,
+        locking: AnySelect,
+        values: Mapping[Column[Any], Any],
+        name: str = "target",
+        *,
+        until: ColumnElement[Any] | None = None,
+        quietly: bool = False,
+    ) -> Update:
+        """See :meth:`.Rows.update`; one that sets when a run finished is one that may land it.
+
+        :param quietly: whether it is made in a transaction that may send no notification.
+        """
+        if self.finished_at in values and not quietly:
+            value = values[self.finished_at]
+            ends = value.is_not(None) if isinstance(value, ColumnElement) else literal(value is not None)
+            values = {**values, **self.upon_landing(and_(self.finished_at.is_(None), ends))}
+        return super().update(locking, values, name, until=until)
+
     @cached_property
     def used_up(self) -> ColumnElement[bool] | None:
         """The condition that a run has used up its attempts; None where there is no end to them."""
@@ -154,6 +202,15 @@ class RunRows(Rows[RunT]):
         if self.max_attempts is None:
             return None if most is None else self.attempts >= most
         return self.attempts >= (self.max_attempts if most is None else func.coalesce(self.max_attempts, most))
+
+    @cached_property
+    def deadline(self) -> ColumnElement[datetime] | None:
+        """The instant at which the time of a run's execution is over; None where no run of the class has a limit."""
+        return None if self.max_duration is None else deadline(self.started_at, self.max_duration)
+
+    def out_of_time(self) -> list[ColumnElement[bool]]:
+        """The condition that a run's deadline has passed on the database clock, in a class that has deadlines."""
+        return [] if self.deadline is None else [func.coalesce(self.deadline <= clock.stamp(), false())]
 
     def waits_no_more(self) -> dict[Column[Any], Any]:
         """The assignment that a run waits for nothing, in rows that can wait."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -21,12 +21,13 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.signal import SignalMixin
+from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 from sqla_durable.wait import Answer, Sleep, Wait
 
@@ -81,8 +82,8 @@ def refuse_other_form(target: object, form: type[Any]) -> None:
         raise UsageError(f"{target!r} was claimed in the other form; {form.__name__} is wanted here.")
 
 
-class Run(Handle[RunT]):
-    """A claimed run, as its handler sees it.
+class Stepping(Handle[RunT]):
+    """A claimed run, as what carries it out sees it: its steps.
 
     Its methods may be called from any thread; steps of one run queue up behind each other. A body must not wait for a
     thread that it has started and that calls a step of the same run: each would wait for the other.
@@ -119,10 +120,10 @@ class Run(Handle[RunT]):
         :raises RetryableError: where the database cut the step off, or was lost; nothing is recorded.
         :raises Exception: what ``fn`` raises; it is recorded as the step's failure.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.transactional(key, codec, lambda session: _plain(fn(session, *args, **kwargs), fn))
+            return self.holder.transactional(key, codec, lambda session: plain(fn(session, *args, **kwargs), fn))
 
     def external(self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
@@ -135,10 +136,10 @@ class Run(Handle[RunT]):
         :return: what ``fn`` returned, as it reads back from the receipt.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.external(key, codec, lambda: _plain(fn(*args, **kwargs), fn))
+            return self.holder.external(key, codec, lambda: plain(fn(*args, **kwargs), fn))
 
     def keyed(
         self, key: str | int, fn: Callable[Concatenate[str, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
@@ -154,10 +155,10 @@ class Run(Handle[RunT]):
         :raises UsageError: where the run's primary key is of a type that an idempotency key cannot be made of.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
         with self._one_at_a_time:
-            return self.holder.keyed(key, codec, lambda name: _plain(fn(name, *args, **kwargs), fn))
+            return self.holder.keyed(key, codec, lambda name: plain(fn(name, *args, **kwargs), fn))
 
     def operation(
         self,
@@ -186,14 +187,14 @@ class Run(Handle[RunT]):
         :raises ConfigurationError: where the machine has no edge from running to ready.
         :raises Exception: as for :meth:`step`.
         """
-        _refuse_coroutine(start)
-        _refuse_coroutine(poll)
+        refuse_coroutine(start)
+        refuse_coroutine(poll)
         operation: Operation[IdsT, ResultT] = Operation(
             self.holder,
             codec_for(start),
             codec_for(poll, apart_from=Pending),
-            start=lambda: _plain(start(), start),
-            poll=lambda ids: _plain(poll(ids), poll),
+            start=lambda: plain(start(), start),
+            poll=lambda ids: plain(poll(ids), poll),
             every=every,
         )
         with self._one_at_a_time:
@@ -250,13 +251,13 @@ class Run(Handle[RunT]):
         :return: what ``fn`` returned, as it reads back from the receipt.
         :raises Exception: as for :meth:`wait` and :meth:`step`.
         """
-        _refuse_coroutine(fn)
+        refuse_coroutine(fn)
         answer: Answer[PayloadT, ResultT] = Answer(
             self.holder,
             name,
             codec_for_argument(fn, 1),
             codec_for(fn),
-            lambda session, payload: _plain(fn(session, payload), fn),
+            lambda session, payload: plain(fn(session, payload), fn),
             key=key,
             timeout=timeout,
         )
@@ -286,6 +287,10 @@ class Run(Handle[RunT]):
         :raises Cancelled: where someone asked for the run to be cancelled.
         """
         self.holder.renew()
+
+
+class Run(Stepping[RunT]):
+    """A claimed run, as its handler sees it."""
 
     def finish(self, **values: Any) -> None:
         """Land the run as done.
@@ -343,7 +348,7 @@ class Runs(Generic[RunT]):
         owner: str | None = None,
         signals: type[SignalMixin[Any]] | None = None,
     ) -> None:
-        self._verbs = Verbs(_Sessions(session_factory), run, receipt, owner, signals)
+        self._verbs = Verbs(Store(SyncSessions(session_factory), run, receipt, signals), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -396,11 +401,11 @@ class Runs(Generic[RunT]):
         :raises RunNotFound: where there is no such run.
         :raises BaseException: an interruption, such as ``KeyboardInterrupt``, after the run was released.
         """
-        _refuse_coroutine(handler)
+        refuse_coroutine(handler)
         known = self._handle(target)
 
         def carry_out(holder: Holder[RunT]) -> None:
-            _plain(handler(Run(holder) if known is None else known), handler)
+            plain(handler(Run(holder) if known is None else known), handler)
 
         return self._verbs.execute(target if known is None else known.holder, carry_out, run_now=run_now)
 
@@ -409,13 +414,9 @@ class Runs(Generic[RunT]):
 
         :param handler: as for :meth:`execute`; called in several threads at a time.
         """
-        _refuse_coroutine(handler)
+        refuse_coroutine(handler)
 
-        def carry_out(holder: Holder[RunT]) -> None:
-            with in_slot():
-                _plain(handler(Run(holder)), handler)
-
-        return Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))
+        return work_of(self._verbs, lambda holder: plain(handler(Run(holder)), handler))
 
     def _handle(self, target: object) -> Run[RunT] | None:
         refuse_other_form(target, Run)
@@ -469,7 +470,8 @@ class Runs(Generic[RunT]):
 
     def describe(self, ident: object) -> RunSummary | None:
         """Read what :meth:`find` says of one run, and the traceback of its error; None where there is no such run."""
-        return self._verbs.describe(ident)
+        found: RunSummary | None = self._verbs.describe(ident)
+        return found
 
     def counts(self) -> dict[StrEnum, int]:
         """Count the runs of each status, in the order of the enumeration; a status without any has 0."""
@@ -501,6 +503,71 @@ class Runs(Generic[RunT]):
         :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for it.
         """
         return self._verbs.requeue(ident)
+
+    def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life, as :meth:`requeue` does; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A row that is locked is
+        left, and so is a run that has ended since this was called.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :raises UsageError: without any condition.
+        :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for one; none of its batch is
+         requeued.
+        """
+        return self._verbs.bulk.requeue(limit, conditions, everything=everything)
+
+    def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A run that has not ended
+        is never deleted, and a row that is locked is left. With a run goes its idempotency key: the same key starts
+        another one.
+
+        :param older_than: how long ago at the least, on the database clock.
+        :param status: only runs in this terminal status, or in one of these.
+        :param batch: how many are deleted at a time.
+        :param limit: how many at the most; by default all.
+        :raises RunReferenced: where rows of another table refer to such a run and keep it from being deleted; none of
+         its batch is.
+        :raises UsageError: for a status that is not terminal, or a duration out of range.
+        """
+        return self._verbs.bulk.purge(older_than, status, batch, limit)
+
+    # in the caller's transaction
+
+    def cancel_all(
+        self,
+        session: Session,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for all live runs that meet every condition to be cancelled.
+
+        As :meth:`request_cancel` does. A run that was asked before is not asked again, and one whose row is locked, by
+        a step for one, is left: call this again until it returns 0 and :meth:`find` finds none.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :return: how many were asked.
+        :raises UsageError: without any condition, or where the lifecycle names no cancelled status.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.bulk.cancel(session, limit, conditions, everything=everything)
 
     @overload
     def update(
@@ -548,7 +615,8 @@ class Runs(Generic[RunT]):
 
         :param name: from 1 to 200 printable characters.
         :param payload: what the run is handed.
-        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON.
+        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON, or as the
+         pydantic model, dataclass or other value that it is.
         :return: True if it was sent; False where the run has landed.
         :raises RunNotFound: where there is no such run.
         :raises ResultError: where the payload would not come back equal.
@@ -640,7 +708,7 @@ class Runs(Generic[RunT]):
         return self._verbs.never_issued(session, ident, key)
 
 
-class _Sessions:
+class SyncSessions:
     """Sessions for :class:`.Store` from a sessionmaker."""
 
     is_async = False
@@ -671,6 +739,9 @@ class _Sessions:
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
 
+    def block(self, wait: Callable[[], object]) -> None:
+        wait()
+
 
 class _Gate:
     """A lock that one thread acquires and another releases, which is the fastest there is for this."""
@@ -679,19 +750,33 @@ class _Gate:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def wait(self) -> None:
-        self._lock.acquire()
+    def wait(self, seconds: float | None = None) -> None:
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     def open(self) -> None:
         self._lock.release()
 
 
-def _refuse_coroutine(fn: Callable[..., Any]) -> None:
+def work_of(verbs: Verbs[RunT], handler: Callable[[Holder[RunT]], object]) -> Work:
+    """Return the runs of ``verbs`` together with what carries a claimed one of them out."""
+
+    def handled(holder: Holder[RunT]) -> None:
+        with in_slot():
+            handler(holder)
+
+    def execute(holder: Holder[RunT], on_lost: Callable[[], None]) -> Outcome | None:
+        return verbs.begin(holder, handled, at_once=True, on_lost=on_lost)
+
+    return Work(verbs, execute)
+
+
+def refuse_coroutine(fn: Callable[..., Any]) -> None:
+    """Refuse a coroutine function, of which nothing would run."""
     if inspect.iscoroutinefunction(fn):
         raise UsageError(f"{fn!r} is a coroutine function; use AsyncRuns from sqla_durable.asyncio.")
 
 
-def _plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
+def plain(result: ResultT, fn: Callable[..., Any]) -> ResultT:
     """Refuse a coroutine or generator that nobody would run: the run would land as done with nothing carried out."""
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         if inspect.iscoroutine(result):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final, Generic
 
@@ -20,11 +20,13 @@ from sqla_durable.insert import Insertion
 from sqla_durable.key import KEY_INDEX, KEY_LENGTH
 from sqla_durable.mapping import unique_index
 from sqla_durable.priority import HIGHEST
+from sqla_durable.retry import LONGEST
 from sqla_durable.rows import Ident, among
 from sqla_durable.run import RunRows, RunT
 from sqla_durable.sqlstate import violated
 from sqla_durable.status import reserved_of
 
+_INSTANTS: Final = frozenset({"available_at", "expires_at"})
 _ROUNDS: Final = 5
 
 
@@ -174,8 +176,8 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
     """
     entity, status = runs.entity, runs.attribute(runs.status)
     when = scheduling(runs)
-    ours = {status, *when}
-    given = {name: instant(value) if name in when else value for name, value in values.items()}
+    ours = {status, *when, *runs.started_with}
+    given = scheduled(values, when)
     parameters = set(inspect.signature(entity).parameters) if ours.intersection(given) else set[str]()
     later = {name: value for name, value in given.items() if name in ours and name not in parameters}
     instance = entity(**{name: value for name, value in given.items() if name not in later})
@@ -189,18 +191,27 @@ def construct(runs: RunRows[RunT], values: Mapping[str, Any]) -> RunT:
 
 
 def scheduling(runs: RunRows[Any]) -> list[str]:
-    """The attributes of the mixins that say when and how often a run is carried out, and that a caller may give."""
+    """The attributes of mixins that a caller may give: when, how often and for how long a run is carried out."""
     names = {
         "available_at": True,
         "priority": runs.priority is not None,
         "expires_at": runs.lifecycle.expired is not None,
         "max_attempts": runs.max_attempts is not None,
+        "max_duration": runs.max_duration is not None,
     }
     return [name for name, known in names.items() if known]
 
 
-def instant(value: Any) -> Any:
-    """Return an instant as it is inserted; a duration counts from now on the database's clock."""
+def scheduled(values: Mapping[str, Any], when: Collection[str]) -> dict[str, Any]:
+    """Return values as they are inserted: a duration given for an instant counts from now on the database's clock.
+
+    :param when: the attributes of :func:`scheduling`; an attribute of the user's may have the same name as one.
+    """
+    instants = _INSTANTS.intersection(when)
+    return {name: _instant(value) if name in instants else value for name, value in values.items()}
+
+
+def _instant(value: Any) -> Any:
     return clock.stamp() + clock.interval(value) if isinstance(value, timedelta) else value
 
 
@@ -214,11 +225,20 @@ def refuse(runs: RunRows[Any], key: object, values: Mapping[str, Any]) -> None:
         refuse_key(runs, key)
     if (status := values.get(runs.attribute(runs.status))) is not None:
         refuse_status(runs, status)
-    for when in {"available_at", "expires_at"}.intersection(scheduling(runs)):
+    for when in _INSTANTS.intersection(scheduling(runs)):
         refuse_instant(when, values.get(when))
     priority: object = values.get("priority") if runs.priority is not None else None
     if isinstance(priority, int) and not 0 <= priority <= HIGHEST:
         raise UsageError(f"priority={priority}: from 0 to {HIGHEST}, of which {HIGHEST} is claimed first.")
+
+    if runs.max_duration is not None:
+        refuse_duration(values.get("max_duration"))
+
+
+def refuse_duration(value: object) -> None:
+    """Refuse what is no duration that an execution may last."""
+    if value is not None and not (isinstance(value, timedelta) and timedelta(0) < value <= LONGEST):
+        raise UsageError(f"max_duration={value!r}: a timedelta of more than 0 and up to {LONGEST.days} days, or None.")
 
 
 def refuse_instant(name: str, value: object) -> None:

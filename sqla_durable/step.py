@@ -13,11 +13,10 @@ from sqlalchemy import Connection, Interval, Text, case, func, literal, null, se
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 
-from sqla_durable import clock
+from sqla_durable import clock, fence, stop
 from sqla_durable.codec import Codec
 from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
-from sqla_durable.fence import holding
 from sqla_durable.intent import Intents
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
@@ -40,25 +39,21 @@ from sqla_durable.sqlstate import (
     retry_conflicts,
     translate,
 )
+from sqla_durable.stop import Stop
 from sqla_durable.store import Store
 from sqla_durable.verdict import StepTransaction
 from sqla_durable.waiting import Waits, timed_out
 
 ValueT = TypeVar("ValueT")
-_OPENED = "cancel_requested", "renew_at", "opened", "idle_limit"
+_OPENED = "renew_at", "opened", "idle_limit"
 
 
 def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, open the step's receipt, and bound the idle time."""
-    held = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.lease_expires_at.label("lease_expires_at"))
-        .add_columns(runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-    )
+    held = fence.held(runs, runs.lease_expires_at.label("lease_expires_at"))
     opened = opening(receipts, held).cte("opened")
     return select(
-        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *stop.told(held),
         (held.c.lease_expires_at - clock.interval(2 * runs.lifecycle.heartbeat)).label("renew_at"),
         select(func.count()).select_from(opened).scalar_subquery().label("opened"),
         *_idle_limit(runs),
@@ -67,14 +62,10 @@ def opens(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and record a finished step: one fused statement."""
-    held = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-    )
+    held = fence.held(runs)
     recorded = recording(receipts, held).cte("recorded")
     return select(
-        held.c.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *stop.told(held),
         select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
     )
 
@@ -94,20 +85,20 @@ def _idle_limit(runs: RunRows[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Generic[ValueT]):
-    """A step that succeeded: its receipt, and its result as a replay returns it."""
+    """A step that succeeded: its receipt, its result as a replay returns it, and whether the run has to stop now."""
 
     receipt: Receipt
     value: ValueT
-    cancel_requested: bool = False
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The receipt of a step that had already happened, whether it was there before, and whether a cancel is asked."""
+    """The receipt of a step that had already happened, whether it was there before, and whether the run has to stop."""
 
     receipt: Receipt
     before: bool
-    cancel_requested: bool
+    stop: Stop | None
 
 
 class Beside:
@@ -186,11 +177,11 @@ class Steps:
         """
         values = self._values(lease, key, effect, result=result, failure=failure)
         row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
+        told = stop.stop_of(self.store.runs, row)
         if row.recorded_at is None:
             known = self.read(lease, key)
-            return Written(known, before=True, cancel_requested=row.cancel_requested)
-        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
-        return Written(receipt, before=False, cancel_requested=row.cancel_requested)
+            return Written(known, before=True, stop=told)
+        return Written(self._receipt(lease, key, effect, row.recorded_at, result, failure), before=False, stop=told)
 
     def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
         """Record a step in the transaction of ``connection``; None where it has a receipt already."""
@@ -221,8 +212,8 @@ class Steps:
     def _open(self, connection: Connection, lease: Lease, key: str, effect: Effect) -> AnyRow:
         parameters = self.store.parameters(lease, step=key, effect=effect.value)
         row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
-        if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
-            raise self.store.cancelled(lease)
+        if (told := stop.stop_of(self.store.runs, row)) is not None:
+            raise self.store.stopped(lease, told)
         return row
 
     def _seal(
@@ -287,7 +278,8 @@ class Steps:
     @cached_property
     def open(self) -> Prepared:
         """See :func:`opens`."""
-        return self.store.prepare(opens(self.store.runs, self.store.receipts), *_OPENED)
+        runs = self.store.runs
+        return self.store.prepare(opens(runs, self.store.receipts), *stop.names(runs), *_OPENED)
 
     @cached_property
     def seal(self) -> Prepared:
@@ -297,7 +289,8 @@ class Steps:
     @cached_property
     def recording(self) -> Prepared:
         """See :func:`records`."""
-        return self.store.prepare(records(self.store.runs, self.store.receipts), "cancel_requested", "recorded_at")
+        runs = self.store.runs
+        return self.store.prepare(records(runs, self.store.receipts), *stop.names(runs), "recorded_at")
 
     @cached_property
     def reading(self) -> AnySelect:

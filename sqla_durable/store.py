@@ -11,7 +11,7 @@ from psycopg import Binary
 from sqlalchemy import Connection
 
 from sqla_durable import fence
-from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, UsageError
+from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut, UsageError
 from sqla_durable.ground import Ground, Sessions
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
@@ -20,6 +20,7 @@ from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunMixin, RunRows, RunT
 from sqla_durable.signal import SignalMixin, SignalRows
 from sqla_durable.sqlstate import retry_outages
+from sqla_durable.stop import Stop, reasons
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -33,11 +34,17 @@ class Store(Ground, Generic[RunT]):
     :param run: the run class.
     :param receipt: its receipt class.
     :param signals: its signal class, if it has one.
+    :param rows: makes the rows of the run class.
     :raises ConfigurationError: where they do not belong together.
     """
 
     def __init__(
-        self, sessions: Sessions, run: type[RunT], receipt: type[Any], signals: type[Any] | None = None
+        self,
+        sessions: Sessions,
+        run: type[RunT],
+        receipt: type[Any],
+        signals: type[Any] | None = None,
+        rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
@@ -47,7 +54,7 @@ class Store(Ground, Generic[RunT]):
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
-        self.runs = RunRows(run)
+        self.runs = rows(run)
         self.receipts = ReceiptRows(receipt)
         if signals is not None and not _belongs(signals, SignalMixin, run):
             raise ConfigurationError(
@@ -106,6 +113,7 @@ class Store(Ground, Generic[RunT]):
 
         :raises LostLease: where the lease is lost.
         :raises Cancelled: where the write is refused because of a cancel request.
+        :raises TimedOut: where it is refused because the run's deadline has passed.
         """
         row = self.single(write)
         return self.execute(lambda _, connection: self.held(connection, lease, write)) if row is None else row
@@ -126,14 +134,14 @@ class Store(Ground, Generic[RunT]):
             return row
         raise self.lost(connection, lease)
 
-    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled:
+    def lost(self, connection: Connection, lease: Lease) -> LostLease | Cancelled | TimedOut:
         """Return the error for a write that matched no row, saying who holds the run now."""
         row = connection.execute(self.look, self.runs.parameters(lease.identity)).one_or_none()
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
         if row is None:
             return LostLease(f"{name} is gone; fence {lease.fence} may write nothing any more.", lease)
-        if row.fence == lease.fence and row.cancel_requested_at is not None and row.lease_owner == lease.owner:
-            return self.cancelled(lease)
+        if row.fence == lease.fence and (told := self._refusal(row, lease)) is not None:
+            return self.stopped(lease, told)
         holder = f", held by {row.lease_owner}" if row.lease_owner else ""
         return LostLease(
             f"{name} is {row.status.value} under fence {row.fence}{holder}; the holder with fence {lease.fence} may "
@@ -141,9 +149,23 @@ class Store(Ground, Generic[RunT]):
             lease,
         )
 
-    def cancelled(self, lease: Lease) -> Cancelled:
-        """Return the error for a run that someone asked to cancel."""
+    def _refusal(self, row: AnyRow, lease: Lease) -> Stop | None:
+        """Return why a write of this very holder was refused, if that is why."""
+        runs = self.runs
+        if runs.deadline is not None and row.status == runs.lifecycle.timed_out:
+            return Stop.TIMED_OUT  # landed by the holder's heartbeat
+        if row.lease_owner != lease.owner:
+            return None
+        requested, late = row.cancel_requested_at is not None, runs.deadline is not None and row.out_of_time
+        # The deadline of a run that is still held may have been moved since the write was refused for it.
+        late = late or (runs.deadline is not None and row.status == runs.lifecycle.running)
+        return reasons(runs, requested=requested, late=late)
+
+    def stopped(self, lease: Lease, told: Stop) -> Cancelled | TimedOut:
+        """Return the error for a run that has to stop."""
         name = f"{self.runs.entity.__name__} {lease.identity!r}"
+        if told is Stop.TIMED_OUT:
+            return TimedOut(f"{name} ran past its deadline; it can only land as timed out now.", lease)
         return Cancelled(f"{name} was asked to be cancelled; it can only land as cancelled now.", lease)
 
     @cached_property
@@ -159,7 +181,8 @@ class Store(Ground, Generic[RunT]):
     @cached_property
     def beat(self) -> Prepared:
         """See :func:`.fence.beat`."""
-        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed")
+        left = () if self.runs.deadline is None else ("time_left",)
+        return self.prepare(fence.beat(self.runs), "cancel_requested_at", "held", "renewed", *left)
 
     @cached_property
     def look(self) -> AnySelect:

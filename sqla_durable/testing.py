@@ -58,6 +58,20 @@ def expire(session: Session, run: type[RunMixin], ident: object) -> None:
     _move(session, rows, ident, rows.column("expires_at"), *rows.lifecycle.expirable)
 
 
+def overrun(session: Session, run: type[RunMixin], ident: object) -> None:
+    """Let the deadline of a running run have passed one second ago; its holder learns of it as it next writes or beats.
+
+    :param session: the caller's session; nothing is committed here.
+    :param run: the run class.
+    :param ident: the primary key, or the loaded object.
+    :raises RunNotFound: where no such run is running.
+    """
+    rows: RunRows[Any] = RunRows(run)
+    if rows.max_duration is None:
+        raise UsageError(f"{run.__name__} has no deadlines; add DeadlineMixin and Lifecycle(timed_out=...).")
+    _move(session, rows, ident, rows.started_at, rows.lifecycle.running, before=rows.max_duration)
+
+
 def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, key: str | int) -> None:
     """Let the sleep of a run, or the timeout of a wait, have passed one second ago, and the run be due.
 
@@ -84,10 +98,11 @@ def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, 
         )
 
 
-def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any) -> None:
+def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any, before: Any = None) -> None:
     identity = rows.identity(ident)
-    past = clock.stamp() - clock.interval(_SECOND)
-    statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), {column: past}).returning(column)
+    past: Any = clock.stamp() - clock.interval(_SECOND)
+    moved = {column: past if before is None else past - before}
+    statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), moved).returning(column)
     connection = session.connection(bind_arguments={"mapper": rows.mapper})
     if connection.execute(statement, rows.parameters(identity)).first() is None:
         raise RunNotFound(f"no {rows.entity.__name__} with the key {identity!r} is {names_of(statuses)}.")

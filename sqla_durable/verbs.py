@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any, Generic, cast
 
-from sqlalchemy import Column, Connection
+from sqlalchemy import ColumnElement, Connection
 from sqlalchemy.orm import Session
 
 from sqla_durable import fence, intent, listing, reap, receipt
+from sqla_durable.bulk import Bulk
 from sqla_durable.caller import unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RetryableError, RunInFlight, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out, finished
 from sqla_durable.failure import Failure
-from sqla_durable.ground import Sessions
 from sqla_durable.heartbeat import Heartbeat
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.in_flight import occupied, refusing_occupied, rival
@@ -32,36 +32,33 @@ from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
 from sqla_durable.store import Store
 
-_LIMITS = 64
-_Values = Mapping[Column[Any], Any]
-_Row = tuple[_Values, Callable[[], _Values]]
-_Claimed = tuple[int, list[_Row]]
-
 
 class Verbs(Generic[RunT]):
     """Everything that :class:`.Runs` can do, in terms of :class:`.Holder`.
 
-    :param sessions: where sessions come from.
-    :param run: the run class.
-    :param receipt: its receipt class.
+    :param store: whose runs these are.
     :param owner: the holder's name; by default made of host, process and chance.
-    :param signals: its signal class, if it has one.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        run: type[RunT],
-        receipt: type[Any],
-        owner: str | None,
-        signals: type[Any] | None = None,
-    ) -> None:
-        self.store: Store[RunT] = Store(sessions, run, receipt, signals)
-        self.sending = Sending(self.store)
-        self.runs = self.store.runs
+    summary: type[RunSummary] = RunSummary
+    """What a summary is; with a field more for each of :meth:`extras`."""
+
+    def __init__(self, store: Store[RunT], owner: str | None) -> None:
+        self.store = store
+        self.runs = store.runs
+        self.sending = Sending(store)
         self.reading = Reading(self.store)
-        self.claims = Claims(self.store, self.reading, owner)
+        self.claims = self.claims_of(owner)
         self.heartbeat = Heartbeat(self.store)
+        self.bulk = Bulk(self.store, self.wanted)
+
+    def claims_of(self, owner: str | None) -> Claims[RunT]:
+        """Make what claims its runs."""
+        return Claims(self.store, self.reading, owner)
+
+    def extras(self) -> Sequence[ColumnElement[Any]]:
+        """What is read for a summary beside what every run has."""
+        return ()
 
     # claiming and carrying out
 
@@ -117,7 +114,8 @@ class Verbs(Generic[RunT]):
         :param at_once: whether it was claimed for this very call, and is fenced again only where that is no longer a
          matter of the same moment.
         """
-        holder.refuse_ended()
+        if holder.lost is None:  # one that its heartbeat has landed meanwhile is told so as any other
+            holder.refuse_ended()
         fresh = at_once and holder.was_just_claimed()
         return self._begin(holder, holder.refuse_lost if fresh else holder.renew, handler, on_lost)
 
@@ -186,21 +184,29 @@ class Verbs(Generic[RunT]):
         identity = self.runs.identity(ident)
         return self.store.single(lambda connection: self.reading.receipts(connection, identity))
 
-    def find(self, *, limit: int, after: str | None, **conditions: Any) -> list[RunSummary]:
+    def find(self, *, limit: int, after: str | None, **conditions: Any) -> list[Any]:
         """See :meth:`.Runs.find`."""
         _check_limit(limit)
-        asked = listing.wanted(self.runs, **conditions)
+        asked = self.wanted(**conditions)
         if after is not None:
             asked.append(listing.following(self.runs, self.store.name, after))
-        statement = listing.page(self.runs, asked, limit)
+        statement = listing.page(self.runs, asked, limit, self.extras())
         rows = self.store.single(lambda connection: connection.execute(statement).all())
         return [self._summary(row) for row in rows]
 
-    def describe(self, ident: object) -> RunSummary | None:
+    def wanted(self, **conditions: Any) -> list[ColumnElement[bool]]:
+        """Return the conditions that a caller of ``find`` asks for."""
+        return listing.wanted(self.runs, **conditions)
+
+    def describe(self, ident: object) -> Any:
         """See :meth:`.Runs.describe`."""
-        parameters = self.runs.parameters(self.runs.identity(ident))
-        statement = listing.one(self.runs)
-        row = self.store.single(lambda connection: connection.execute(statement, parameters).one_or_none())
+        identity = self.runs.identity(ident)
+        return self.store.single(lambda connection: self.described(connection, identity))
+
+    def described(self, connection: Connection, identity: Ident) -> Any:
+        """Return the summary of one run, or None."""
+        statement = listing.one(self.runs, self.extras())
+        row = connection.execute(statement, self.runs.parameters(identity)).one_or_none()
         return None if row is None else self._summary(row)
 
     def counts(self) -> dict[StrEnum, int]:
@@ -259,7 +265,8 @@ class Verbs(Generic[RunT]):
         session.flush()
         with translated():
             connection = self.store.callers_connection(session)
-            row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
+            asking = reap.request_cancel(self.runs, quietly=session.twophase)
+            row: AnyRow = connection.execute(asking, self.runs.parameters(identity)).first()
         if row is not None and (loaded := self.runs.loaded(session, row, identity)) is not None:
             self.runs.show(loaded, row._mapping)
         return row is not None
@@ -323,7 +330,7 @@ class Verbs(Generic[RunT]):
             return self.store.callers_connection(session).execute(statement, parameters).first() is not None
 
     def _summary(self, row: AnyRow) -> RunSummary:
-        return listing.summary_of(row, self.store.name, len(self.runs.key))
+        return listing.summary_of(row, self.store.name, len(self.runs.key), self.summary)
 
     # statements
 

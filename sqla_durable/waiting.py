@@ -30,6 +30,7 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    not_,
     null,
     select,
     true,
@@ -38,7 +39,8 @@ from sqlalchemy import (
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import JSONB
 
-from sqla_durable import clock, fence
+from sqla_durable import clock, fence, stop
+from sqla_durable.deadline import OUT_OF_TIME
 from sqla_durable.exc import SignalTimeout
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
@@ -70,7 +72,7 @@ def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
 
     Nothing is taken by a run that someone asked to cancel, nor by a step that has its receipt.
     """
-    held = _held(runs)
+    held = fence.held(runs)
     found = _oldest(signals, _wanted(runs, held))
     values = {
         receipts.outcome: _outcome(StepOutcome.SUCCEEDED),
@@ -90,7 +92,7 @@ def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
 
 def gives_back(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
     """Lock the run likewise, delete the receipt and let a signal be as if nobody had taken it."""
-    held = _held(runs)
+    held = fence.held(runs)
     own = receipts.step == step_key(), receipts.effect == literal(Effect.SIGNAL.value, String)
     deleted = delete(receipts.table).where(*receipts.of_locked(held), *own).returning(receipts.step).cte("deleted")
     given = (
@@ -122,7 +124,7 @@ def answers(signals: SignalRows) -> Any:
 
 def fails(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
     """Lock the run likewise, and take a signal with the failure of what was called to answer it."""
-    held = _held(runs)
+    held = fence.held(runs)
     recorded = recording(receipts, held).cte("recorded")
     answered = {signals.error: json_bound("error"), signals.answered_at: clock.stamp()}
     one = signals.id == bound("id", BigInteger())
@@ -133,7 +135,7 @@ def fails(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
 
 def times_out(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run likewise, and record that no signal came in time."""
-    held = _held(runs)
+    held = fence.held(runs)
     recorded = recording(receipts, held).cte("recorded")
     return _told(held, select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"))
 
@@ -149,6 +151,7 @@ def looks(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
     overdue = exists().where(*receipts.of_run(), receipts.step == step_key(), *pending, receipts.until <= clock.stamp())
     return select(
         runs.cancel_requested_at.is_not(None).label("cancel_requested"),
+        *(late.label(OUT_OF_TIME) for late in runs.out_of_time()),
         exists().where(*signals.of_run(), *_waiting(signals)).label("there"),
         overdue.label("overdue"),
         _outcome_of_step(receipts).label("outcome"),
@@ -157,10 +160,10 @@ def looks(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
 
 def parks(runs: RunRows[Any], receipts: ReceiptRows) -> Any:
     """Hand the run back to wait for the signal, with a receipt of until when; the first attempt's instant stands."""
-    held = _held(runs)
+    held = fence.held(runs)
     kept = _keeping_until(receipts, held, clock.stamp() + bound("timeout", Interval()))
     until = kept.c.until.label(fence.UNTIL)
-    return fence.wait(runs, select(*_keys(runs, held), until).select_from(held.join(kept, true())), for_signal=True)
+    return fence.wait(runs, select(*_locked(runs, held), until).select_from(held.join(kept, true())), for_signal=True)
 
 
 def sleeps(runs: RunRows[Any], receipts: ReceiptRows) -> tuple[AnySelect, list[Column[Any]]]:
@@ -170,11 +173,11 @@ def sleeps(runs: RunRows[Any], receipts: ReceiptRows) -> tuple[AnySelect, list[C
 
     :return: the statement, and those columns of the run that it returns last.
     """
-    held = _held(runs)
+    held = fence.held(runs)
     instant = func.coalesce(bound("until", DateTime(timezone=True)), clock.stamp() + bound("duration", Interval()))
     kept = _keeping_until(receipts, _wanted(runs, held), instant, settling=True)
     asleep = kept.c.outcome == literal(StepOutcome.PENDING.value, String)
-    locking = select(*_keys(runs, held), kept.c.until.label(fence.UNTIL)).select_from(held.join(kept, asleep))
+    locking = select(*_locked(runs, held), kept.c.until.label(fence.UNTIL)).select_from(held.join(kept, asleep))
     parked = fence.wait(runs, locking, for_signal=False).cte("parked")
     columns = kept.c.outcome, kept.c.until, kept.c.recorded_at, *parked.c
     statement = _told(held, *columns).select_from(held.outerjoin(kept, true()).outerjoin(parked, true()))
@@ -222,25 +225,16 @@ def _keeping_until(receipts: ReceiptRows, held: CTE, instant: ColumnElement[Any]
     )
 
 
-def _held(runs: RunRows[Any]) -> CTE:
-    held: CTE = (
-        runs.lock(runs.matches(), holding(runs))
-        .add_columns(runs.fence.label("fence"), runs.cancel_requested_at.label("cancel_requested_at"))
-        .cte("held")
-        .prefix_with("MATERIALIZED")
-    )
-    return held
-
-
 def _wanted(runs: RunRows[Any], held: CTE) -> CTE:
-    """The held run unless it is to be cancelled."""
-    if runs.lifecycle.cancelled is None:
-        return held
-    return select(held).where(held.c.cancel_requested_at.is_(None)).cte("wanted")
+    """The held run unless it has to stop."""
+    uncancelled = [] if runs.lifecycle.cancelled is None else [held.c.cancel_requested_at.is_(None)]
+    conditions = [*uncancelled, *(not_(late) for late in stop.late(held))]
+    return select(held).where(*conditions).cte("wanted") if conditions else held
 
 
-def _keys(runs: RunRows[Any], held: CTE) -> list[ColumnElement[Any]]:
-    return [held.c[name] for name in runs.key_names]
+def _locked(runs: RunRows[Any], held: CTE) -> list[ColumnElement[Any]]:
+    """What :func:`.fence.wait` takes of the held run."""
+    return [*(held.c[name] for name in runs.key_names), *stop.late(held)]
 
 
 def _oldest(signals: SignalRows, held: CTE) -> CTE:
@@ -275,7 +269,7 @@ def _outcome_of_step(receipts: ReceiptRows) -> ColumnElement[Any]:
 
 
 def _told(held: CTE, *columns: ColumnElement[Any]) -> AnySelect:
-    return select(held.c.cancel_requested_at.is_not(None).label("cancel_requested"), *columns)
+    return select(*stop.told(held), *columns)
 
 
 def _outcome(outcome: StepOutcome) -> ColumnElement[str]:
@@ -320,13 +314,13 @@ class Waits:
 
         :return: None where there is no signal; where the step has its receipt already, how that ended.
         :raises LostLease: where the fence has moved on; nothing is taken.
-        :raises Cancelled: where someone asked for the run to be cancelled; nothing is taken.
+        :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is taken.
         """
         parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._takes.first(connection, parameters))
         )
-        self._refuse_cancelled(lease, row)
+        self._refuse_stopped(lease, row)
         if row.recorded_at is None:
             return _succeeded(row.outcome)
         receipt = Receipt(
@@ -373,14 +367,14 @@ class Waits:
         :return: what the run is now; or the receipt that says that the time to wait is over; or None where there is a
          signal after all, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is written.
-        :raises Cancelled: where someone asked for the run to be cancelled; nothing is written.
+        :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is written.
         """
 
         def work(_: object, connection: Connection) -> Parked | Receipt | None:
             parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value, timeout=timeout)
             self.store.held(connection, lease, lambda connection: self._locks.first(connection, parameters))
             seen: AnyRow = self._looks.first(connection, parameters)
-            self._refuse_cancelled(lease, seen)
+            self._refuse_stopped(lease, seen)
             if seen.there or _succeeded(seen.outcome):
                 return None
             if seen.overdue:
@@ -396,7 +390,7 @@ class Waits:
 
         :return: what the run is now; or the receipt that says that it has passed; or None where there is one already.
         :raises LostLease: where the fence has moved on; nothing is written.
-        :raises Cancelled: where someone asked for the run to be cancelled; nothing is written.
+        :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is written.
         """
         at = isinstance(duration, datetime)
         parameters = {
@@ -411,11 +405,11 @@ class Waits:
         }
         statement, columns = self._sleeps
         row = self.store.write(lease, lambda connection: connection.execute(statement, parameters).one_or_none())
-        self._refuse_cancelled(lease, row)
+        self._refuse_stopped(lease, row)
         if row.outcome is None:
             return None
         if row.outcome == StepOutcome.PENDING.value:
-            return Parked(dict(zip(columns, row[4:], strict=True)), row.until)
+            return Parked(dict(zip(columns, row[-len(columns) :], strict=True)), row.until)
         return Receipt(key, StepOutcome.SUCCEEDED, None, None, Effect.SLEEP, lease.fence, row.recorded_at)
 
     # the parts
@@ -436,9 +430,9 @@ class Waits:
             error=json.dumps(failure.to_json()),
         )
 
-    def _refuse_cancelled(self, lease: Lease, row: AnyRow) -> None:
-        if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
-            raise self.store.cancelled(lease)
+    def _refuse_stopped(self, lease: Lease, row: AnyRow) -> None:
+        if (told := stop.stop_of(self.store.runs, row)) is not None:
+            raise self.store.stopped(lease, told)
 
     def _key(self, lease: Lease) -> dict[str, Any]:
         """The run's key as a statement is executed with that is not prepared."""
@@ -448,13 +442,13 @@ class Waits:
 
     @cached_property
     def _takes(self) -> Prepared:
-        told = "cancel_requested", "outcome", "recorded_at", "id", "payload"
+        told = *stop.names(self.store.runs), "outcome", "recorded_at", "id", "payload"
         return self.store.prepare(takes(self.store.runs, self.store.receipts, self.store.signals), *told)
 
     @cached_property
     def _gives_back(self) -> Prepared:
         statement = gives_back(self.store.runs, self.store.receipts, self.store.signals)
-        return self.store.prepare(statement, "cancel_requested")
+        return self.store.prepare(statement, *stop.names(self.store.runs))
 
     @cached_property
     def _reads(self) -> Prepared:
@@ -467,12 +461,12 @@ class Waits:
     @cached_property
     def _fails(self) -> Prepared:
         statement = fails(self.store.runs, self.store.receipts, self.store.signals)
-        return self.store.prepare(statement, "cancel_requested", "recorded_at")
+        return self.store.prepare(statement, *stop.names(self.store.runs), "recorded_at")
 
     @cached_property
     def _times_out(self) -> Prepared:
         statement = times_out(self.store.runs, self.store.receipts)
-        return self.store.prepare(statement, "cancel_requested", "recorded_at")
+        return self.store.prepare(statement, *stop.names(self.store.runs), "recorded_at")
 
     @cached_property
     def _locks(self) -> Prepared:
@@ -480,7 +474,7 @@ class Waits:
 
     @cached_property
     def _looks(self) -> Prepared:
-        told = "cancel_requested", "there", "overdue", "outcome"
+        told = *stop.names(self.store.runs), "there", "overdue", "outcome"
         return self.store.prepare(looks(self.store.runs, self.store.receipts, self.store.signals), *told)
 
     @cached_property

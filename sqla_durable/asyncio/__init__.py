@@ -10,8 +10,9 @@ try:
 except ImportError as missing:
     raise ImportError('sqla_durable.asyncio needs greenlet: pip install "sqla_durable[asyncio]"') from missing
 
+from sqla_durable.asyncio.functions import AsyncFunctionRun, AsyncFunctions
 from sqla_durable.asyncio.runs import AsyncRun, AsyncRuns, transition
 from sqla_durable.asyncio.worker import AsyncWorker
 from sqla_durable.dispatch import AsyncWork
 
-__all__ = ["AsyncRun", "AsyncRuns", "AsyncWork", "AsyncWorker", "transition"]
+__all__ = ["AsyncFunctionRun", "AsyncFunctions", "AsyncRun", "AsyncRuns", "AsyncWork", "AsyncWorker", "transition"]

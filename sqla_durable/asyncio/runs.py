@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -29,7 +29,7 @@ from sqla_durable.failure import Failure
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.machine import StatusT
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
@@ -38,6 +38,7 @@ from sqla_durable.runs import Handle, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
+from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 from sqla_durable.wait import Answer, Sleep, Wait
 
@@ -47,8 +48,11 @@ PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
 
 
-class AsyncRun(Handle[RunT]):
-    """A claimed run, as its coroutine handler sees it; concurrent steps of one run queue up behind each other."""
+class AsyncStepping(Handle[RunT]):
+    """A claimed run, as the coroutine that carries it out sees it: its steps.
+
+    Concurrent steps of one run queue up behind each other.
+    """
 
     def __init__(self, holder: Holder[RunT]) -> None:
         super().__init__(holder)
@@ -120,8 +124,8 @@ class AsyncRun(Handle[RunT]):
     ) -> Coroutine[Any, Any, ResultT]:
         """Issue an operation at most once, then poll it until it ends, without a worker that waits for it.
 
-        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, or a cancel request, a ``start`` under way
-        is not cancelled: its ids are recorded first.
+        See :meth:`.Run.operation`. When the heartbeat finds the lease lost, a cancel request, or the deadline passed, a
+        ``start`` under way is not cancelled: its ids are recorded first.
         """
 
         operation: Operation[IdsT, ResultT] = Operation(
@@ -182,18 +186,6 @@ class AsyncRun(Handle[RunT]):
         """Renew the lease now. See :meth:`.Run.renew`."""
         await greenlet_spawn(self.holder.renew)
 
-    async def finish(self, **values: Any) -> None:
-        """Land the run as done. See :meth:`.Run.finish`."""
-        await greenlet_spawn(self.holder.finish, values)
-
-    async def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
-        """Land the run as failed, with ``error`` recorded. See :meth:`.Run.fail`."""
-        await greenlet_spawn(self.holder.fail, error, values)
-
-    async def release(self) -> None:
-        """Hand the run back. See :meth:`.Run.release`."""
-        await greenlet_spawn(self.holder.release)
-
     def refuse_unawaited(self) -> None:
         """Refuse to land a run of which a step was called and never awaited, and so never ran."""
         forgotten, self._unawaited = self._unawaited, {}
@@ -215,6 +207,25 @@ class AsyncRun(Handle[RunT]):
         coroutine = alone()
         self._unawaited[call] = key, coroutine
         return coroutine
+
+
+SteppingT = TypeVar("SteppingT", bound=AsyncStepping[Any])
+
+
+class AsyncRun(AsyncStepping[RunT]):
+    """A claimed run, as its coroutine handler sees it."""
+
+    async def finish(self, **values: Any) -> None:
+        """Land the run as done. See :meth:`.Run.finish`."""
+        await greenlet_spawn(self.holder.finish, values)
+
+    async def fail(self, error: BaseException | Failure, /, **values: Any) -> None:
+        """Land the run as failed, with ``error`` recorded. See :meth:`.Run.fail`."""
+        await greenlet_spawn(self.holder.fail, error, values)
+
+    async def release(self) -> None:
+        """Hand the run back. See :meth:`.Run.release`."""
+        await greenlet_spawn(self.holder.release)
 
 
 class AsyncRuns(Generic[RunT]):
@@ -242,7 +253,7 @@ class AsyncRuns(Generic[RunT]):
         owner: str | None = None,
         signals: type[SignalMixin[Any]] | None = None,
     ) -> None:
-        self._verbs = Verbs(_AsyncSessions(session_factory), run, receipt, owner, signals)
+        self._verbs = Verbs(Store(AsyncSessions(session_factory), run, receipt, signals), owner)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -270,40 +281,14 @@ class AsyncRuns(Generic[RunT]):
     ) -> Outcome:
         """Carry a run out. See :meth:`.Runs.execute`.
 
-        When the heartbeat finds the lease lost, or a cancel request, the handler is cancelled; it sees
-        :class:`asyncio.CancelledError` at its next ``await``.
+        When the heartbeat finds the lease lost, a cancel request, or the deadline passed, the handler is cancelled; it
+        sees :class:`asyncio.CancelledError` at its next ``await``.
         """
-        return await self._execute(target, handler, run_now=run_now)
-
-    async def _execute(
-        self,
-        target: object,
-        handler: Callable[[AsyncRun[RunT]], Awaitable[object]],
-        *,
-        run_now: bool = False,
-        at_once: bool = False,
-    ) -> Outcome:
-        watch = _Watch()
         known = self._handle(target)
-
-        async def handled(run: AsyncRun[RunT]) -> None:
-            # A task begins late where another one blocks the loop; the run may be lost since it was fenced.
-            if at_once and not run.holder.was_just_claimed():
-                await run.renew()
-            await _awaitable(handler(run), handler)
-
-        def carry_out(holder: Holder[RunT]) -> None:
-            watch.spared = lambda: holder.issuing
-            run = AsyncRun(holder) if known is None else known
-            _wait_for(watch.guard(handled(run)), handler)
-            run.refuse_unawaited()
-
         held = target if known is None else known.holder
-        outcome = await greenlet_spawn(
-            self._verbs.execute, held, carry_out, on_lost=watch.cancel, run_now=run_now, at_once=at_once
+        return await carry_out(
+            self._verbs, held, lambda holder: AsyncRun(holder) if known is None else known, handler, run_now=run_now
         )
-        watch.pass_on()
-        return outcome
 
     def handled_by(self, handler: Callable[[AsyncRun[RunT]], Awaitable[object]]) -> AsyncWork:
         """Return these runs together with the handler that carries them out, for an :class:`.AsyncWorker`.
@@ -311,14 +296,7 @@ class AsyncRuns(Generic[RunT]):
         :param handler: as for :meth:`execute`.
         """
 
-        async def handled(run: AsyncRun[RunT]) -> None:
-            with in_slot(asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
-                await _awaitable(handler(run), handler)
-
-        def carry_out(holder: Holder[RunT]) -> Coroutine[Any, Any, Outcome]:
-            return self._execute(AsyncRun(holder), handled, at_once=True)
-
-        return AsyncWork(self._verbs, carry_out)
+        return work_of(self._verbs, AsyncRun, handler)
 
     def _handle(self, target: object) -> AsyncRun[RunT] | None:
         refuse_other_form(target, AsyncRun)
@@ -376,6 +354,34 @@ class AsyncRuns(Generic[RunT]):
     async def requeue(self, ident: object) -> bool:
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
+
+    async def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life. See :meth:`.Runs.requeue_all`."""
+        return await greenlet_spawn(self._verbs.bulk.requeue, limit, conditions, everything=everything)
+
+    async def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts. See :meth:`.Runs.purge`."""
+        return await greenlet_spawn(self._verbs.bulk.purge, older_than, status, batch, limit)
+
+    async def cancel_all(
+        self,
+        session: AsyncSession,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`."""
+        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
 
     @overload
     async def update(
@@ -451,6 +457,58 @@ async def transition(
     )
 
 
+async def carry_out(
+    verbs: Verbs[Any],
+    target: object,
+    make: Callable[[Holder[Any]], SteppingT],
+    handler: Callable[[SteppingT], Awaitable[object]],
+    *,
+    run_now: bool = False,
+    at_once: bool = False,
+) -> Outcome:
+    """Carry a run out with a coroutine function, which is cancelled when the holder may not go on.
+
+    :param target: a holder, or what :meth:`.Verbs.claim` takes.
+    :param make: makes of a holder what the handler is called with.
+    :param at_once: as for :meth:`.Verbs.begin`.
+    """
+    watch = _Watch()
+
+    async def handled(run: SteppingT) -> None:
+        # A task begins late where another one blocks the loop; the run may be lost since it was fenced.
+        if at_once and not run.holder.was_just_claimed():
+            await run.renew()
+        await _awaitable(handler(run), handler)
+
+    def begin(holder: Holder[Any]) -> None:
+        watch.spared = lambda: holder.issuing
+        run = make(holder)
+        _wait_for(watch.guard(handled(run)), handler)
+        run.refuse_unawaited()
+
+    outcome = await greenlet_spawn(verbs.execute, target, begin, on_lost=watch.cancel, run_now=run_now, at_once=at_once)
+    watch.pass_on()
+    return outcome
+
+
+def work_of(
+    verbs: Verbs[Any], make: Callable[[Holder[Any]], SteppingT], handler: Callable[[SteppingT], Awaitable[object]]
+) -> AsyncWork:
+    """Return the runs of ``verbs`` together with the coroutine function that carries them out.
+
+    :param make: makes of a holder what the handler is called with.
+    """
+
+    async def handled(run: SteppingT) -> None:
+        with in_slot(asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            await _awaitable(handler(run), handler)
+
+    def execute(holder: Holder[Any]) -> Coroutine[Any, Any, Outcome]:
+        return carry_out(verbs, holder, make, handled, at_once=True)
+
+    return AsyncWork(verbs, execute)
+
+
 class _Watch:
     """Cancels the handler's task from the heartbeat's thread."""
 
@@ -459,6 +517,7 @@ class _Watch:
         self._caller = asyncio.current_task()
         self._before = 0 if self._caller is None else self._caller.cancelling()
         self._task: asyncio.Task[object] | None = None
+        self._cancelled = False
         self.spared: Callable[[], bool] = lambda: False
         """Whether the task is at something that ends with an error of its own where the lease is lost."""
 
@@ -486,11 +545,13 @@ class _Watch:
             raise asyncio.CancelledError
 
     def _cancel(self) -> None:
-        if self._task is not None and not self.spared():
+        # Once: a second time would break off what the handler does to clean up.
+        if self._task is not None and not self._cancelled and not self.spared():
+            self._cancelled = True
             self._task.cancel()
 
 
-class _AsyncSessions:
+class AsyncSessions:
     """Sessions for :class:`.Store` from an asyncio sessionmaker."""
 
     is_async = True
@@ -530,6 +591,14 @@ class _AsyncSessions:
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(greenlet_spawn(work))
 
+    def block(self, wait: Callable[[], object]) -> None:
+        # Not within the greenlet: a daemon thread that wakes up in there while the interpreter is shut down, and is
+        # ended for it, has the process end by SIGSEGV.
+        async def blocked() -> None:
+            wait()
+
+        await_only(blocked())
+
 
 class _Gate:
     """A future of the loop that the waiting task runs in."""
@@ -538,8 +607,13 @@ class _Gate:
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
 
-    def wait(self) -> None:
-        await_only(self._opened)
+    def wait(self, seconds: float | None = None) -> None:
+        await_only(self._opened if seconds is None else self._within(seconds))
+
+    async def _within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._opened
 
     def open(self) -> None:
         self._loop.call_soon_threadsafe(self._open)

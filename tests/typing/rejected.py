@@ -128,7 +128,7 @@ def workers(plans: Runs[Plan], async_plans: AsyncRuns[Plan], tasks: Runs[Task]) 
     plans.handled_by(handler)  # type: ignore[arg-type]
     async_plans.handled_by(carry_out)  # type: ignore[arg-type]
     worker = Worker(plans)  # type: ignore[arg-type]
-    AsyncWorker(plans.handled_by(carry_out))  # type: ignore[arg-type]
+    AsyncWorker(async_plans)  # type: ignore[arg-type]
     Worker(async_plans.handled_by(async_carry_out))  # type: ignore[arg-type]
     Worker(plans.handled_by(carry_out), poll=1)  # type: ignore[arg-type]
     Worker(plans.handled_by(carry_out), 10)  # type: ignore[arg-type]

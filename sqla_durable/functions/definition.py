@@ -1,0 +1,144 @@
+"""A function as it was declared, and the functions that one process knows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, cast
+
+from sqla_durable.codec import Codec, codec_for, codec_for_argument
+from sqla_durable.exc import ConfigurationError, InputError, ResultError, UsageError
+from sqla_durable.functions.model import NAME_LENGTH
+from sqla_durable.retry import Retry
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+AnyBody = Callable[..., Any]
+LONGEST_BY_DEFAULT: Final = timedelta(hours=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """One function.
+
+    :param name: what its runs are known by; it stays the same when the Python function is renamed or moved.
+    :param body: the user's function.
+    :param input: how its input is stored; None where it takes none.
+    :param output: how its result is stored.
+    :param retry: how often a run of it may be started; None for what its run class says.
+    :param max_duration: for how long it may be carried out at a time, None for any time.
+    """
+
+    name: str
+    body: AnyBody
+    input: Codec[Any] | None
+    output: Codec[Any]
+    retry: Retry | None
+    max_duration: timedelta | None
+
+    def encode(self, given: tuple[object, ...]) -> str | None:
+        """Return the input as JSON text, having refused one that the function would not be given as it is.
+
+        :raises InputError: where it is not of the declared type, or does not come back equal.
+        """
+        if self.input is None:
+            if given:
+                raise InputError(f"function {self.name!r} takes no input, and was given {given[0]!r:.200}.")
+            return None
+        if not given:
+            raise InputError(f"function {self.name!r} takes an input, and was given none.")
+        try:
+            return self.input.round_trip(given[0], self.name)[0]
+        except ResultError as error:
+            raise InputError(f"function {self.name!r}: {_said_of_input(error, self.input)}") from error
+
+    def arguments(self, stored: object) -> tuple[Any, ...]:
+        """Return what the body is called with beside the run.
+
+        :raises ReceiptMismatch: where the input that was stored does not decode any more.
+        """
+        return () if self.input is None else (self.input.decode(stored, "input"),)
+
+
+class Registry:
+    """The functions that one process knows, by name and by body.
+
+    :param form: what the errors call the form: ``Functions`` or ``AsyncFunctions``.
+    """
+
+    def __init__(self, form: str) -> None:
+        self._form = form
+        self._by_name: dict[str, Definition] = {}
+        self._by_body: dict[AnyBody, Definition] = {}
+
+    def add(self, name: str, body: AnyBody, *, retry: Retry | None, max_duration: timedelta | None) -> None:
+        """Register a function.
+
+        :raises ConfigurationError: where the name is taken, or the declaration cannot work.
+        """
+        _refuse_name(name)
+        if name in self._by_name:
+            raise ConfigurationError(
+                f"there is a function {name!r} already, {self._by_name[name].body!r}; give {body!r} another name."
+            )
+        if max_duration is not None and max_duration <= timedelta(0):
+            raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
+        takes = _inputs(name, body)
+        try:
+            input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
+            definition = Definition(name, body, input_, codec_for(body), retry, max_duration)
+        except UsageError as error:
+            raise ConfigurationError(f"function {name!r}: {error}") from error
+        self._by_name[name] = self._by_body[body] = definition
+
+    def of(self, function: AnyBody | str) -> Definition:
+        """Return the definition of a function, given itself or its name.
+
+        :raises UsageError: where it is none of these.
+        """
+        known = self._by_name.get(function) if isinstance(function, str) else self._by_body.get(function)
+        if known is None:
+            names = ", ".join(map(repr, self._by_name)) or "none"
+            raise UsageError(
+                f"{function!r} is no function of these {self._form}; decorate it with @functions.function(name), or "
+                f"import the module that does. Known: {names}."
+            )
+        return known
+
+    def names(self) -> list[str]:
+        """Return the names of all functions."""
+        return list(self._by_name)
+
+    def __iter__(self) -> Iterator[Definition]:
+        return iter(self._by_name.values())
+
+
+def _said_of_input(error: ResultError, codec: Codec[Any]) -> str:
+    """Return what a codec says of a result, said of an input."""
+    reason = str(error).split(": ", 1)[-1].split("; annotate the function")[0].rstrip(".")
+    return f"input{reason.removeprefix('result')}; it takes {codec.annotation}."
+
+
+def _refuse_name(name: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
+        raise ConfigurationError(
+            f"function name {name!r}: a str of 1 to {NAME_LENGTH} printable characters, as in "
+            '@functions.function("fulfil-order").'
+        )
+
+
+def _inputs(name: str, body: AnyBody) -> list[str]:
+    """Return the names of a body's parameters, having refused what could not be called with a run and an input."""
+    if not callable(cast(object, body)):
+        raise ConfigurationError(f"function {name!r}: {body!r} cannot be called.")
+    parameters = list(inspect.signature(body).parameters.values())
+    positional = [each for each in parameters if each.kind in _POSITIONAL]
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]
+    if not positional or [each for each in needed if each not in positional[:2]]:
+        raise ConfigurationError(
+            f"function {name!r}: {body!r} takes {inspect.signature(body)}; it is called with the run and one input, "
+            "as in def fulfil(run: FunctionRun, order: Order) -> Shipment."
+        )
+    return [each.name for each in positional[:2]]
