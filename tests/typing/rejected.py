@@ -143,3 +143,20 @@ def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -
     print(plan.expires_at)  # type: ignore[attr-defined]
     consent.expires_at = "tomorrow"  # type: ignore[assignment]
     receipt.step = "other"  # type: ignore[misc]
+
+
+def waits_without_session(payload: int) -> None: ...
+
+
+async def answers_later(session: AsyncSession, payload: int) -> int:
+    return payload
+
+
+def waiting(run: Run[Plan], async_run: AsyncRun[Plan], factory: sessionmaker[Session], runs: Runs[Plan]) -> None:
+    run.wait(1, int)  # type: ignore[call-overload]
+    run.wait("paid", int, timeout=5)  # type: ignore[call-overload]
+    run.answer("paid", waits_without_session)  # type: ignore[arg-type]
+    run.answer("paid", answers_later)  # type: ignore[arg-type, unused-coroutine]
+    run.sleep("nap", 5)  # type: ignore[arg-type]
+    Runs(factory, Plan, PlanStep, signals=PlanStep)  # type: ignore[arg-type]
+    runs.update(1, "paid", 7)  # type: ignore[call-overload]
