@@ -48,6 +48,7 @@ from sqla_durable.functions import (
     Functions,
     FunctionStatus,
     FunctionSummary,
+    Rate,
     function_lifecycle,
     function_statuses,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "Outcome",
     "Pending",
     "PriorityMixin",
+    "Rate",
     "Receipt",
     "ReceiptMismatch",
     "ReceiptMixin",

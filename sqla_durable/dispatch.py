@@ -215,8 +215,9 @@ class Dispatcher:
             if holder in self._active:
                 self._active.discard(holder)
                 self.endings[ending] += 1
-        if ending is Ending.INTERRUPTED:
-            # It went back to ready, and may be due at once by the backoff of its lifecycle.
+        if ending is Ending.INTERRUPTED or holder.limited:
+            # It went back to ready, and may be due at once by the backoff of its lifecycle; or what is ready may be
+            # claimed in its place.
             return self._due
         return self._freed
 

@@ -132,9 +132,15 @@ class Ground:
         return connection
 
     @contextmanager
-    def transaction(self) -> Generator[tuple[Session, Connection], None, None]:
-        """Open a transaction of the library's own on a session as the user's sessionmaker makes it."""
+    def transaction(self, isolation: str | None = None) -> Generator[tuple[Session, Connection], None, None]:
+        """Open a transaction of the library's own on a session as the user's sessionmaker makes it.
+
+        :param isolation: the level that it needs; by default the engine's.
+        """
         with translated(), self.sessions.plain() as session, session.begin():
+            if isolation is not None:
+                options: Any = {"isolation_level": isolation}
+                session.connection({"mapper": self._mappers[0]}, execution_options=options)
             connection = self.connection(session)
             with dropping(connection):
                 yield session, connection
@@ -189,11 +195,14 @@ class Ground:
         own._has_events = cast(Any, engine)._has_events  # noqa: SLF001
         return cast(Engine, own.execution_options(**engine.get_execution_options()))
 
-    def execute(self, work: Callable[[Session, Connection], ValueT]) -> ValueT:
-        """Do ``work`` in a transaction of its own, again where it conflicts with another one."""
+    def execute(self, work: Callable[[Session, Connection], ValueT], *, isolation: str | None = None) -> ValueT:
+        """Do ``work`` in a transaction of its own, again where it conflicts with another one.
+
+        :param isolation: as for :meth:`transaction`.
+        """
 
         def once() -> ValueT:
-            with self.transaction() as (session, connection):
+            with self.transaction(isolation) as (session, connection):
                 return work(session, connection)
 
         return retry_conflicts(once)

@@ -146,6 +146,10 @@ class RunRows(Rows[RunT]):
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
         return ()
 
+    def resumable(self) -> ColumnElement[bool] | None:
+        """What must hold for the holder of a run that was reaped to ready to take it back; None where it always may."""
+        return None
+
     @cached_property
     def used_up(self) -> ColumnElement[bool] | None:
         """The condition that a run has used up its attempts; None where there is no end to them."""

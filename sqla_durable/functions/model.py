@@ -13,6 +13,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.functions.pacing import PacedMixin
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.priority import PriorityMixin
@@ -89,7 +90,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(PacedMixin, AttemptsMixin, KeyMixin, PriorityMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.
@@ -137,7 +138,12 @@ class FunctionRows(RunRows[FunctionT]):
         self.result: Column[Any] = self.column("output")
         self.output = self.result
         self.state = self.column("state")
+        self.paced_at = self.column("paced_at")
 
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """Only runs of functions that this process knows; with the parameter ``functions``."""
         return (self.function == any_(bound("functions", ARRAY(String()))),)
+
+    def resumable(self) -> ColumnElement[bool]:
+        """Only a run that was not claimed under a limit: the place of one that was may be another's."""
+        return self.paced_at.is_(None)
