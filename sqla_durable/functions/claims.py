@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
@@ -133,8 +133,7 @@ class FunctionClaims(Claims[FunctionT]):
 
     @property
     def _rows(self) -> FunctionRows[FunctionT]:
-        rows: Any = self.runs
-        return rows
+        return cast("FunctionRows[FunctionT]", self.runs)
 
     @cached_property
     def _turn(self) -> Any:

@@ -23,6 +23,7 @@ from sqlalchemy import (
     Dialect,
     Integer,
     Interval,
+    SmallInteger,
     String,
     Update,
     and_,
@@ -34,6 +35,7 @@ from sqlalchemy import (
     or_,
     select,
     true,
+    tuple_,
     union_all,
 )
 from sqlalchemy import column as named
@@ -50,7 +52,7 @@ from sqla_durable.step import idle_limit
 _Rows = FunctionRows[Any]
 _PATIENCE: Final = timedelta(seconds=10)
 _LOCKS: Final = 1_146_441_836
-_LIMITS: Final = {
+_LIMITS: Final[dict[str, Any]] = {
     "name": String(),
     "concurrency": Integer(),
     "per_tenant": Integer(),
@@ -220,15 +222,14 @@ def _candidates(runs: _Rows, limit: int, live: CTE, open_: CTE) -> Any:
     functions = select(open_, none.label("own"), none.label("every")).where(whole).subquery("functions")
     tenants = _tenants(runs, open_, whole)
     own, every = _tenants_places(tenants.c.tenant, open_, live)
-    shares = select(open_, tenants.c.tenant, own.label("own"), every.label("every"))
-    share = shares.where(tenants.c.name == open_.c.name).subquery("reckoned_shares")
+    reckoned = select(open_, tenants.c.tenant, own.label("own"), every.label("every"))
+    share = reckoned.where(tenants.c.name == open_.c.name).subquery("reckoned_shares")
     full = or_(share.c.own <= 0, share.c.every <= 0)
     shares = select(share).where(full.is_not(true())).cte("shares")
-    of_tenant = shares.c.tenant
     each = [
-        _first(runs, limit, functions, []),
-        _first(runs, limit, shares, [runs.tenant == of_tenant]),
-        _first(runs, limit, shares, [of_tenant.is_(None), runs.tenant.is_(None)]),
+        _first(runs, limit, functions, {runs.function: functions.c.name}),
+        _first(runs, limit, shares, {runs.function: shares.c.name, runs.tenant: shares.c.tenant}),
+        _first(runs, limit, shares, {runs.function: shares.c.name}, shares.c.tenant.is_(None), runs.tenant.is_(None)),
     ]
     return union_all(*each).subquery("due")
 
@@ -247,18 +248,36 @@ def _tenants(runs: _Rows, open_: CTE, whole: ColumnElement[bool]) -> CTE:
     return found.union_all(more.where(found.c.tenant.is_not(None)))
 
 
-def _first(runs: _Rows, limit: int, scopes: Any, conditions: list[ColumnElement[bool]]) -> AnySelect:
-    """Return the first due runs in each of some scopes, which are joined to each priority: see :mod:`.claim`."""
+def _first(
+    runs: _Rows, limit: int, scopes: Any, scope: dict[Column[Any], ColumnElement[Any]], *without: ColumnElement[bool]
+) -> AnySelect:
+    """Return the first due runs of each of some scopes and each priority.
+
+    :param scope: the columns that say which scope a run is in, with the value of each.
+    :param without: the conditions of a scope in which runs have no tenant.
+    """
     levels = func.generate_series(literal_column(str(LOWEST)), literal_column(str(HIGHEST)))
     level = levels.table_valued(named("level", Integer())).render_derived(name="levels")
-    keys = [column.label(name) for column, name in zip(runs.key, runs.key_names, strict=True)]
+    number = cast(level.c.level, SmallInteger)
     priority: Any = runs.priority
-    wanted = [runs.function == scopes.c.name, priority == level.c.level, *conditions, *ready_and_due(runs)]
+    keys = [column.label(name) for column, name in zip(runs.key, runs.key_names, strict=True)]
     order = priority.label("priority"), runs.available_at.label("available_at")
-    due = select(*keys, *order, runs.tenant.label("tenant")).where(*wanted, *runs.of_class())
-    found = due.order_by(runs.available_at).limit(at_most(limit)).lateral()
-    scope = [scopes.c[name] for name in ("name", "pace", "tokens", "places", "bucket", "own", "every")]
-    return select(*found.c, *scope).select_from(scopes).join(level, true()).join(found, true())
+    due = select(*keys, *order, runs.tenant.label("tenant")).where(*ready_and_due(runs), *runs.of_class())
+    # In the order of all columns of the index that is meant, and compared as a whole: compared one by one, that of all
+    # ready runs would do as well for the planner, and those of other functions be read and thrown away.
+    if without:
+        ((function, value),) = scope.items()
+        due = due.where(function == value, priority == number, *without)
+        due = due.order_by(function, runs.tenant, priority, runs.available_at)
+    else:
+        index = *scope, priority, runs.available_at
+        values = *scope.values(), number
+        earliest = cast(literal_column("'-infinity'"), DateTime(timezone=True))
+        due = due.where(tuple_(*index) >= tuple_(*values, earliest), tuple_(*index) <= tuple_(*values, clock.now()))
+        due = due.order_by(*index)
+    found = due.limit(at_most(limit)).lateral()
+    of_scope = [scopes.c[name] for name in ("name", "pace", "tokens", "places", "bucket", "own", "every")]
+    return select(*found.c, *of_scope).select_from(scopes).join(level, true()).join(found, true())
 
 
 def _text(value: str) -> str:
