@@ -54,6 +54,8 @@ class Claims(Generic[RunT]):
         self._owner = owner
         self._host = gethostname()
         self._chance = uuid4().hex[:8]
+        self.soon: float | None = None
+        """In how many seconds a due run may be claimed that could not be yet, as the last claim has seen it."""
 
     @property
     def owner(self) -> str:

@@ -206,10 +206,12 @@ def test_a_worker_that_was_killed_frees_its_places_once_its_leases_have_lapsed(e
 
 def test_the_holder_of_a_reaped_run_does_not_take_its_place_back(engine: Engine) -> None:
     functions = limited(engine, ONE)
-    start(functions, "mail", 2)
+    start(functions, "mail")
     (stale,) = claimed(functions)
+    due_for_longer = start(functions, "mail", run_at=-DAY)[0]
     let_lapse(engine, stale.lease.identity)
     (other,) = claimed(functions)
+    assert other.lease.identity == (due_for_longer.id,)
     with pytest.raises(LostLease):
         stale.renew()
     other.renew()
@@ -289,7 +291,7 @@ def test_a_claim_by_key_waits_for_its_row_without_making_others_wait(engine: Eng
         locking.execute(select(LimitedRun.id).where(LimitedRun.id == one.id).with_for_update())
         waiting = Background(lambda: functions.execute(one))
         wait_until_blocked(engine)
-        assert len(claimed(functions)) == 1
+        assert len(Background(lambda: claimed(functions)).result()) == 1
         locking.rollback()
     assert waiting.result().ending is Ending.LANDED
 
@@ -363,6 +365,18 @@ def test_eight_workers_never_start_more_runs_than_the_rate_allows(engine: Engine
     # Each took a token of its own, and none before there was one.
     assert all(after[0] - before[0] >= pace for before, after in pairwise(stamps))
     assert all(started_at >= paced_at - rate.tokens * pace for paced_at, started_at in stamps)
+
+
+def test_a_worker_looks_again_when_there_is_a_token(engine: Engine) -> None:
+    functions = limited(engine, {"mail": {"rate": Rate(20, SECOND, burst=1)}})
+    start(functions, "mail", 10)
+    worker = Worker(*functions.works(), poll=timedelta(seconds=1), listen=False)
+    thread = Background(worker.run)
+    since = time.monotonic()
+    all_land(engine)
+    assert time.monotonic() - since < 5
+    worker.stop()
+    thread.result()
 
 
 def test_a_burst_is_started_at_once_and_then_one_for_each_token(engine: Engine) -> None:

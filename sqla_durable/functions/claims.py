@@ -99,7 +99,11 @@ class FunctionClaims(Claims[FunctionT]):
             reaped, more = self._once_under_limits(connection, limit - len(claimed))
             claimed += more
             if len(claimed) == limit or not (reaped or (more and crossing)):
-                return claimed
+                break
+        self.soon = None
+        if len(claimed) < limit and any(each.rate for each in self._registry.limits().values()):
+            self.soon = connection.scalar(self._next_token, self._terms_under_limits())
+        return claimed
 
     def _once_under_limits(self, connection: Connection, limit: int) -> Claimed:
         statement = self._prepare(self._limited, limit, partial(limited.claim_due, self._rows))
@@ -134,6 +138,10 @@ class FunctionClaims(Claims[FunctionT]):
     @property
     def _rows(self) -> FunctionRows[FunctionT]:
         return cast("FunctionRows[FunctionT]", self.runs)
+
+    @cached_property
+    def _next_token(self) -> Any:
+        return limited.next_token(self._rows)
 
     @cached_property
     def _turn(self) -> Any:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Dialect,
+    Float,
     Integer,
     Interval,
     SmallInteger,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     and_,
     case,
     cast,
+    exists,
     func,
     literal_column,
     null,
@@ -102,7 +104,7 @@ def claim_one(runs: _Rows, *, run_now: bool) -> Update:
     live, open_ = _scopes(runs)
     left = [or_(places.is_(None), places > 0) for places in _tenants_places(runs.tenant, open_, live)]
     conditions = runs.matches(), *claimable(runs, run_now=run_now), runs.function == open_.c.name, *left
-    locking = runs.lock(*conditions).add_columns(_paced(open_, literal_column("1")).label("pace_to"))
+    locking = runs.lock(*conditions).add_columns(_token(open_).label("pace_to"))
     changes = {**stamps(runs), **_pacing(runs)}
     claimed = runs.update(locking, changes, until=runs.until(runs.lifecycle.ready))
     return claimed.returning(*runs.key, runs.fence, runs.attempts)
@@ -124,15 +126,28 @@ def claim_due(runs: _Rows, limit: int) -> AnySelect:
 
 def _scopes(runs: _Rows) -> tuple[CTE, CTE]:
     """Return how many runs are live of each function and tenant, and the functions that may have one more."""
+    live, reckoned = _reckoned(runs)
+    full = or_(reckoned.c.places <= 0, _token(reckoned) > _horizon(reckoned))
+    return live, select(reckoned).where(full.is_not(true())).cte("open")
+
+
+def next_token(runs: _Rows) -> AnySelect:
+    """Read in how many seconds there is a token for a due run that waits for nothing else, if there is such a run."""
+    _, reckoned = _reckoned(runs)
+    due = exists().where(runs.function == reckoned.c.name, *ready_and_due(runs))
+    left = func.extract("epoch", _token(reckoned) - _horizon(reckoned))
+    waiting = or_(reckoned.c.places.is_(None), reckoned.c.places > 0), left > 0, due
+    return select(cast(func.min(left), Float)).where(*waiting)
+
+
+def _reckoned(runs: _Rows) -> tuple[CTE, Any]:
     columns = [named(name, type_) for name, type_ in _LIMITS.items()]
     arrays = func.unnest(*(bound(name, ARRAY(type_)) for name, type_ in _LIMITS.items()))
     limits = arrays.table_valued(*columns).render_derived(name="limits").c
     counted = select(runs.function.label("name"), runs.tenant.label("tenant"), func.count().label("runs"))
     live = counted.where(runs.in_status(runs.lifecycle.running)).group_by(runs.function, runs.tenant).cte("live")
     places = limits.concurrency - _sum(live, live.c.name == limits.name)
-    reckoned = select(*limits, places.label("places"), _bucket(runs, limits).label("bucket")).subquery("reckoned")
-    full = or_(reckoned.c.places <= 0, _paced(reckoned, literal_column("1")) > _horizon(reckoned))
-    return live, select(reckoned).where(full.is_not(true())).cte("open")
+    return live, select(*limits, places.label("places"), _bucket(runs, limits).label("bucket")).subquery("reckoned")
 
 
 def _sum(live: CTE, *conditions: ColumnElement[bool]) -> ColumnElement[int]:
@@ -169,6 +184,10 @@ def _paced(open_: Any, number: ColumnElement[Any]) -> ColumnElement[Any]:
     """Return when the bucket is full again after so many runs more; without a rate, the present."""
     taken = open_.c.bucket + _times(open_.c.pace, number)
     return case((open_.c.pace.is_(None), clock.now()), else_=taken)
+
+
+def _token(open_: Any) -> ColumnElement[Any]:
+    return _paced(open_, literal_column("1"))
 
 
 def _horizon(open_: Any) -> ColumnElement[Any]:
