@@ -492,26 +492,32 @@ def test_a_rate_that_could_not_work_is_refused(arguments: Any, said: str) -> Non
 
 
 def test_coroutine_functions_have_the_same_limits(engine: Engine) -> None:
-    async def crowd() -> int:
+    async def crowd() -> list[Ending]:
         own = create_async_engine(engine.url)
         functions = AsyncFunctions(async_sessionmaker(own), LimitedRun, LimitedStep, concurrency_per_tenant=1)
-        live = most = 0
+        over = asyncio.Event()
 
         @functions.function("mail", concurrency=2, rate=Rate(1000, SECOND))
         async def mail(run: AsyncFunctionRun) -> None:
-            nonlocal live, most
-            live += 1
-            most = max(live, most)
-            await asyncio.sleep(0.01)
-            live -= 1
+            await over.wait()
 
         async with functions.session_factory.begin() as session:
-            handles = [await functions.start(session, mail, tenant=str(at % 3)) for at in range(12)]
-        outcomes: list[Any] = []
-        while len(outcomes) < len(handles):
-            found = await asyncio.gather(*(functions.execute(handle) for handle in handles))
-            outcomes = [outcome for outcome in found if outcome.ending is Ending.LANDED]
+            handles = [await functions.start(session, mail, tenant=str(at // 2)) for at in range(6)]
+        executions = [asyncio.create_task(functions.execute(handle)) for handle in handles]
+        async with asyncio.timeout(20):
+            while sum(each.done() for each in executions) < 4:
+                await asyncio.sleep(0.01)
+        over.set()
+        outcomes = await asyncio.gather(*executions)
         await own.dispose()
-        return most
+        return [outcome.ending for outcome in outcomes]
 
-    assert asyncio.run(crowd()) == 2
+    endings = asyncio.run(crowd())
+    assert sorted(endings) == [Ending.LANDED] * 2 + [Ending.NOT_CLAIMABLE] * 4
+    assert most_at_once_of_landed(engine) <= 1
+
+
+def most_at_once_of_landed(engine: Engine) -> int:
+    with engine.connect() as connection:
+        landed = select(func.count()).where(LimitedRun.status == FunctionStatus.DONE).group_by(LimitedRun.tenant)
+        return max(connection.scalars(landed))

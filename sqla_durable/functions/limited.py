@@ -30,7 +30,7 @@ from sqlalchemy import (
     and_,
     case,
     cast,
-    exists,
+    extract,
     func,
     literal_column,
     null,
@@ -61,6 +61,8 @@ _LIMITS: Final[dict[str, Any]] = {
     "pace": BigInteger(),
     "tokens": Integer(),
 }
+
+_NO_SHARE: Final = [cast(null(), Integer).label(name) for name in ("own", "every")]
 
 
 def terms(limits: Mapping[str, Limits], per_tenant: int | None) -> dict[str, Any]:
@@ -134,10 +136,13 @@ def _scopes(runs: _Rows) -> tuple[CTE, CTE]:
 def next_token(runs: _Rows) -> AnySelect:
     """Read in how many seconds there is a token for a due run that waits for nothing else, if there is such a run."""
     _, reckoned = _reckoned(runs)
-    due = exists().where(runs.function == reckoned.c.name, *ready_and_due(runs))
-    left = func.extract("epoch", _token(reckoned) - _horizon(reckoned))
-    waiting = or_(reckoned.c.places.is_(None), reckoned.c.places > 0), left > 0, due
-    return select(cast(func.min(left), Float)).where(*waiting)
+    places = reckoned.c.places
+    held_back = or_(places.is_(None), places > 0), _token(reckoned) > _horizon(reckoned)
+    functions = select(reckoned, *_NO_SHARE).where(*held_back).subquery("functions")
+    due = _first(runs, 1, functions, {runs.function: functions.c.name}).subquery("due")
+    soonest: ColumnElement[Any] = func.min(_token(due) - _horizon(due))
+    left: ColumnElement[Any] = extract("epoch", soonest)
+    return select(left.cast(Float))
 
 
 def _reckoned(runs: _Rows) -> tuple[CTE, Any]:
@@ -237,8 +242,7 @@ def _candidates(runs: _Rows, limit: int, live: CTE, open_: CTE) -> Any:
     it came to the first of the next one.
     """
     whole = and_(open_.c.per_tenant.is_(None), bound("tenant_limit", Integer()).is_(None))
-    none = cast(null(), Integer)
-    functions = select(open_, none.label("own"), none.label("every")).where(whole).subquery("functions")
+    functions = select(open_, *_NO_SHARE).where(whole).subquery("functions")
     tenants = _tenants(runs, open_, whole)
     own, every = _tenants_places(tenants.c.tenant, open_, live)
     reckoned = select(open_, tenants.c.tenant, own.label("own"), every.label("every"))

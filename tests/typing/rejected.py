@@ -10,12 +10,13 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary, Worker
+from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 from tests.typing.accepted import (
     Base,
     Consent,
     Leased,
+    LimitedRun,
     Plan,
     PlanStatus,
     PlanStep,
@@ -143,3 +144,10 @@ def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -
     print(plan.expires_at)  # type: ignore[attr-defined]
     consent.expires_at = "tomorrow"  # type: ignore[assignment]
     receipt.step = "other"  # type: ignore[misc]
+
+
+def limits(functions: Functions[LimitedRun]) -> None:
+    functions.function("a", concurrency="5")  # type: ignore[arg-type]
+    functions.function("b", rate=100)  # type: ignore[arg-type]
+    Rate(100, per=60)  # type: ignore[arg-type]
+    Rate(100)  # type: ignore[call-arg]
