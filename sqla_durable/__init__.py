@@ -57,6 +57,7 @@ from sqla_durable.functions import (
     Functions,
     FunctionStatus,
     FunctionSummary,
+    Rate,
     function_lifecycle,
     function_statuses,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "Outcome",
     "Pending",
     "PriorityMixin",
+    "Rate",
     "Receipt",
     "ReceiptMismatch",
     "ReceiptMixin",

@@ -199,7 +199,7 @@ class Ground:
         own._has_events = cast(Any, engine)._has_events  # noqa: SLF001
         return cast(Engine, own.execution_options(**engine.get_execution_options()))
 
-    def execute(self, work: Callable[[Session, Connection], ValueT], isolation: str | None = None) -> ValueT:
+    def execute(self, work: Callable[[Session, Connection], ValueT], *, isolation: str | None = None) -> ValueT:
         """Do ``work`` in a transaction of its own, again where it conflicts with another one.
 
         :param isolation: as for :meth:`connection`.

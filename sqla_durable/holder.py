@@ -117,6 +117,8 @@ class Holder(Generic[RunT]):
         self.output: str | None = None
         """The result of the whole run, as JSON, that a landing as done writes."""
         self.left = False
+        self.limited = False
+        """Whether it was claimed under a limit, so that its end may let another run be claimed."""
         self.claimed_at = -math.inf
         self.ask_at = self._from_now(max_duration)
         """When to ask the database whether the run's deadline has passed, if not before; of :func:`time.monotonic`."""

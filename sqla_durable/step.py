@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from typing import Any, Final, Generic, TypeVar
 
-from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
+from sqlalchemy import ColumnElement, Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 
@@ -72,15 +72,18 @@ def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def _idle_limit(runs: RunRows[Any]) -> list[Any]:
     limit = runs.lifecycle.idle_limit
-    if limit is None:
-        return [null()]
+    return [null()] if limit is None else [idle_limit(limit)]
+
+
+def idle_limit(limit: timedelta) -> ColumnElement[Any]:
+    """Have PostgreSQL end this transaction where its connection is left idle for longer than that."""
     # Never longer than what the server or role already sets; 0 means no limit there.
     name = literal("idle_in_transaction_session_timeout", Text)
     current = func.current_setting(name, type_=Text)
     milliseconds = f"{max(1, int(limit.total_seconds() * 1000))}"
     tighter = sql_cast(current, Interval).between(clock.interval(limit * 0), clock.interval(limit))
     setting = case((tighter & (current != "0"), current), else_=milliseconds)
-    return [func.set_config(name, setting, literal(True)).label("idle_limit")]  # noqa: FBT003
+    return func.set_config(name, setting, literal(True)).label("idle_limit")  # noqa: FBT003
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
 from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
@@ -61,6 +62,7 @@ class AsyncFunctions(Generic[FunctionT]):
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
     :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function, in all workers.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -72,8 +74,9 @@ class AsyncFunctions(Generic[FunctionT]):
         *,
         signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
+        concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("AsyncFunctions")
+        self._registry = Registry("AsyncFunctions", concurrency_per_tenant)
         self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -86,6 +89,9 @@ class AsyncFunctions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
     ) -> Callable[
         [Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]],
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
@@ -100,7 +106,15 @@ class AsyncFunctions(Generic[FunctionT]):
                     f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with "
                     "Functions, which the same worker can carry out."
                 )
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name,
+                body,
+                retry=retry,
+                max_duration=max_duration,
+                concurrency=concurrency,
+                concurrency_per_tenant=concurrency_per_tenant,
+                rate=rate,
+            )
             return body
 
         return register

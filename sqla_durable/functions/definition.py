@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
 
 from sqla_durable.codec import Codec, codec_for, codec_for_argument
 from sqla_durable.exc import ConfigurationError, InputError, ResultError, UsageError
+from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, require_concurrency
 from sqla_durable.functions.model import NAME_LENGTH
 from sqla_durable.retry import Retry
 
@@ -29,6 +30,7 @@ class Definition:
     :param output: how its result is stored.
     :param retry: how often a run of it may be started; None for what its run class says.
     :param max_duration: for how long it may be carried out at a time, None for any time.
+    :param limits: how many of its runs may be live, and how many started in a time.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Definition:
     output: Codec[Any]
     retry: Retry | None
     max_duration: timedelta | None
+    limits: Limits = UNLIMITED
 
     def encode(self, given: tuple[object, ...]) -> str | None:
         """Return the input as JSON text, having refused one that the function would not be given as it is.
@@ -66,14 +69,29 @@ class Registry:
     """The functions that one process knows, by name and by body.
 
     :param form: what the errors call the form: ``Functions`` or ``AsyncFunctions``.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function.
     """
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form: str, concurrency_per_tenant: int | None = None) -> None:
+        require_concurrency(f"{form}(concurrency_per_tenant)", concurrency_per_tenant)
+        self.concurrency_per_tenant = concurrency_per_tenant
         self._form = form
+        self._limits: dict[str, Limits] = {}
+        self._unlimited: list[str] = []
         self._by_name: dict[str, Definition] = {}
         self._by_body: dict[AnyBody, Definition] = {}
 
-    def add(self, name: str, body: AnyBody, *, retry: Retry | None, max_duration: timedelta | None) -> None:
+    def add(
+        self,
+        name: str,
+        body: AnyBody,
+        *,
+        retry: Retry | None,
+        max_duration: timedelta | None,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
+    ) -> None:
         """Register a function.
 
         :raises ConfigurationError: where the name is taken, or the declaration cannot work.
@@ -85,13 +103,18 @@ class Registry:
             )
         if max_duration is not None and max_duration <= timedelta(0):
             raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
+        limits = limits_of(name, concurrency, concurrency_per_tenant, rate)
         takes = _inputs(name, body)
         try:
             input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
-            definition = Definition(name, body, input_, codec_for(body), retry, max_duration)
+            definition = Definition(name, body, input_, codec_for(body), retry, max_duration, limits)
         except UsageError as error:
             raise ConfigurationError(f"function {name!r}: {error}") from error
         self._by_name[name] = self._by_body[body] = definition
+        if limits != UNLIMITED or self.concurrency_per_tenant is not None:
+            self._limits = {**self._limits, name: limits}
+        else:
+            self._unlimited = [*self._unlimited, name]
 
     def of(self, function: AnyBody | str) -> Definition:
         """Return the definition of a function, given itself or its name.
@@ -110,6 +133,14 @@ class Registry:
     def names(self) -> list[str]:
         """Return the names of all functions."""
         return list(self._by_name)
+
+    def limits(self) -> Mapping[str, Limits]:
+        """Return the limits of the functions that have any."""
+        return self._limits
+
+    def unlimited(self) -> list[str]:
+        """Return the names of the functions that have none."""
+        return self._unlimited
 
     def __iter__(self) -> Iterator[Definition]:
         return iter(self._by_name.values())

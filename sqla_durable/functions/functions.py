@@ -15,6 +15,7 @@ from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionStatus, FunctionT
 from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
@@ -51,6 +52,7 @@ class Functions(Generic[FunctionT]):
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
     :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function, in all workers.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -62,8 +64,9 @@ class Functions(Generic[FunctionT]):
         *,
         signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
+        concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("Functions")
+        self._registry = Registry("Functions", concurrency_per_tenant)
         self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -76,6 +79,9 @@ class Functions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
     ) -> Callable[
         [Callable[Concatenate[FunctionRun[Any], P], OutputT]], Callable[Concatenate[FunctionRun[Any], P], OutputT]
     ]:
@@ -89,6 +95,9 @@ class Functions(Generic[FunctionT]):
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
          timed out; None for any time. Waiting in the database does not count.
+        :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
+        :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
+        :param rate: how many may be started in a time by all workers.
         :raises ConfigurationError: where the name is taken, or the function could not be called so.
         """
 
@@ -96,7 +105,15 @@ class Functions(Generic[FunctionT]):
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
             refuse_coroutine(body)
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name,
+                body,
+                retry=retry,
+                max_duration=max_duration,
+                concurrency=concurrency,
+                concurrency_per_tenant=concurrency_per_tenant,
+                rate=rate,
+            )
             return body
 
         return register

@@ -28,6 +28,7 @@ from sqla_durable.exc import (
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionStatus, FunctionT
@@ -38,20 +39,10 @@ from sqla_durable.ground import Sessions
 from sqla_durable.holder import Holder
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
-from sqla_durable.rows import AnyRow, arguments, bound
+from sqla_durable.rows import AnyRow, bound
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
-
-
-class FunctionClaims(Claims[FunctionT]):
-    """Claims the runs of the functions that this process knows."""
-
-    registry: Registry
-
-    def terms(self) -> dict[str, Any]:
-        """What a claim is executed with, besides a key."""
-        return {**super().terms(), **arguments(functions=self.registry.names())}
 
 
 class FunctionVerbs(Verbs[FunctionT]):
@@ -89,9 +80,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
-        claims: FunctionClaims[FunctionT] = FunctionClaims(self.store, self.reading, owner)
-        claims.registry = self.registry
-        return claims
+        return FunctionClaims(self.store, self.reading, owner, self.registry)
 
     # starting
 

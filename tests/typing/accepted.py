@@ -28,6 +28,9 @@ from sqla_durable import (
     ExpiryMixin,
     Failure,
     FrozenPayload,
+    FunctionMixin,
+    FunctionRun,
+    Functions,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -43,6 +46,7 @@ from sqla_durable import (
     Outcome,
     Pending,
     PriorityMixin,
+    Rate,
     Receipt,
     ReceiptMismatch,
     ReceiptMixin,
@@ -598,6 +602,26 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         UndeclaredTransition,
         UsageError,
     ]
+
+
+class LimitedRun(FunctionMixin, Base):
+    __tablename__ = "limited_run"
+
+
+class LimitedStep(ReceiptMixin[LimitedRun], Base):
+    __tablename__ = "limited_step"
+
+
+def limits() -> None:
+    functions = Functions(sessionmaker(), LimitedRun, LimitedStep, concurrency_per_tenant=10)
+
+    @functions.function("a", concurrency=5, concurrency_per_tenant=2, rate=Rate(100, timedelta(minutes=1), burst=5))
+    def a(run: FunctionRun[LimitedRun], given: int) -> str:
+        assert_type(run.row.paced_at, datetime | None)
+        return str(given)
+
+    with functions.session_factory() as session:
+        assert_type(functions.result(functions.start(session, a, 1)), str)
 
 
 assert_type(sqla_durable.__all__, list[str])

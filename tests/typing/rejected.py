@@ -10,12 +10,13 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary, Worker
+from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 from tests.typing.accepted import (
     Base,
     Consent,
     Leased,
+    LimitedRun,
     Plan,
     PlanStatus,
     PlanStep,
@@ -160,3 +161,10 @@ def waiting(run: Run[Plan], async_run: AsyncRun[Plan], factory: sessionmaker[Ses
     run.sleep("nap", 5)  # type: ignore[arg-type]
     Runs(factory, Plan, PlanStep, signals=PlanStep)  # type: ignore[arg-type]
     runs.update(1, "paid", 7)  # type: ignore[call-overload]
+
+
+def limits(functions: Functions[LimitedRun]) -> None:
+    functions.function("a", concurrency="5")  # type: ignore[arg-type]
+    functions.function("b", rate=100)  # type: ignore[arg-type]
+    Rate(100, per=60)  # type: ignore[arg-type]
+    Rate(100)  # type: ignore[call-arg]
