@@ -30,6 +30,7 @@ from tests.support import (
     eventually,
 )
 from tests.support_async import Facade
+from tests.support_deadline import Status, Timed, TimedBase, TimedStep, add, row
 from tests.support_functions import DurableRun, DurableStep, tables
 from tests.support_jobs import Patient, PatientStep, add_jobs
 from tests.support_workers import MIXED, QUICK, Crew, plans_by, wait_for, working
@@ -618,6 +619,30 @@ def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
 
 def slots() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("sqla_durable slot")]
+
+
+@pytest.mark.parametrize("kind", [Worker, AsyncWorker])
+def test_handlers_that_are_blocked_past_their_deadline_hold_no_slot(engine: Engine, kind: Any) -> None:
+    TimedBase.metadata.create_all(engine)
+    blocked = [add(engine, timedelta(seconds=0.2)) for _ in range(3)]
+    go = threading.Event()
+
+    def carry_out(run: Run[Timed]) -> None:
+        if run.row.max_duration is not None:
+            assert go.wait(DEADLINE)
+
+    runs = Runs(sessionmaker(engine), Timed, TimedStep)
+    worker = kind(runs.handled_by(carry_out), **QUICK, concurrency=1)
+    background = Background(worker.run if kind is Worker else lambda: asyncio.run(worker.run()))
+    ident = add(engine, None)
+    eventually(lambda: row(engine, ident).status is Status.DONE, "the run behind them")
+    assert {row(engine, each).status for each in blocked} == {Status.TIMED_OUT}
+    assert worker._room.endings == Counter({Ending.LANDED: 4})
+    worker.stop()
+    background.result()
+    go.set()
+    eventually(lambda: not slots(), "every thread to end")
+    assert {row(engine, each).status for each in blocked} == {Status.TIMED_OUT}
 
 
 def test_blocked_handlers_one_after_the_other_hold_no_slot_for_ever(

@@ -16,9 +16,7 @@ from sqla_durable.cli.target import find
 from sqla_durable.dispatch import AnyWork, AsyncWork, works_of
 from sqla_durable.worker import Worker
 
-EXPECTED = (
-    "a Worker, an AsyncWorker, something that has works(), such as Functions, or a callable that returns one of these"
-)
+EXPECTED = "a Worker, an AsyncWorker, what one is made with, or a callable that returns one of these"
 
 
 class Level(StrEnum):

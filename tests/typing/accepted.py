@@ -502,6 +502,23 @@ def workers(factory: sessionmaker[Session], plans: Runs[Plan], tasks: Runs[Task]
     worker.run()
 
 
+class Declared:
+    """Has works, as functions have."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def works(self) -> tuple[Work, ...]:
+        return (self._work,)
+
+
+async def workers_of_both_forms(plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
+    declared = Declared(tasks.handled_by(lambda run: None))
+    Worker(declared, tasks.handled_by(lambda run: None), concurrency=2)
+    worker = AsyncWorker(plans.handled_by(async_carry_out), tasks.handled_by(lambda run: None), declared)
+    assert_type(await worker.run_due(timedelta(seconds=50)), Counter[Ending])
+
+
 async def async_workers(plans: AsyncRuns[Plan]) -> None:
     assert_type(plans.handled_by(async_carry_out), AsyncWork)
     worker = AsyncWorker(plans.handled_by(async_carry_out), concurrency=100, listen=True)

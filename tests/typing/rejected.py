@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
-from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.typing.accepted import (
     Base,
     Consent,
@@ -124,6 +124,11 @@ def handler(run: AsyncRun[Plan]) -> None: ...
 async def async_handler(run: Run[Plan]) -> None: ...
 
 
+class OfCoroutines:
+    def works(self) -> list[AsyncWork]:
+        return []
+
+
 def workers(plans: Runs[Plan], async_plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
     tasks.handled_by(carry_out)  # type: ignore[arg-type]
     plans.handled_by(handler)  # type: ignore[arg-type]
@@ -131,6 +136,8 @@ def workers(plans: Runs[Plan], async_plans: AsyncRuns[Plan], tasks: Runs[Task]) 
     worker = Worker(plans)  # type: ignore[arg-type]
     AsyncWorker(async_plans)  # type: ignore[arg-type]
     Worker(async_plans.handled_by(async_carry_out))  # type: ignore[arg-type]
+    Worker(plans.handled_by(carry_out), async_plans.handled_by(async_carry_out))  # type: ignore[arg-type]
+    Worker(OfCoroutines())  # type: ignore[arg-type]
     Worker(plans.handled_by(carry_out), poll=1)  # type: ignore[arg-type]
     Worker(plans.handled_by(carry_out), 10)  # type: ignore[arg-type]
     worker.run_due(30)  # type: ignore[arg-type]
