@@ -141,8 +141,8 @@ def next_token(runs: _Rows) -> AnySelect:
     functions = select(reckoned, *_NO_SHARE).where(*held_back).subquery("functions")
     due = _first(runs, 1, functions, {runs.function: functions.c.name}).subquery("due")
     soonest: ColumnElement[Any] = func.min(_token(due) - _horizon(due))
-    left: ColumnElement[Any] = extract("epoch", soonest)
-    return select(left.cast(Float))
+    left: ColumnElement[Any] = cast(extract("epoch", soonest), Float)
+    return select(left)
 
 
 def _reckoned(runs: _Rows) -> tuple[CTE, Any]:
