@@ -5,6 +5,7 @@ needs greenlet.
 """
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
     Cancelled,
@@ -14,6 +15,7 @@ from sqla_durable.exc import (
     FrozenPayload,
     HolderError,
     InputError,
+    InputMismatch,
     KeyConflict,
     LostLease,
     NestedStep,
@@ -22,16 +24,19 @@ from sqla_durable.exc import (
     OperationUnknown,
     ReceiptMismatch,
     ResultError,
+    ResultMismatch,
     RetryableError,
     RunCancelled,
     RunFailed,
     RunInFlight,
+    RunInputMismatch,
     RunNotFound,
     RunNotLanded,
     RunTimedOut,
     StepFailed,
     StepReused,
     StepTimeout,
+    StepUnreached,
     Suspended,
     TransactionConflict,
     TransactionEnded,
@@ -51,6 +56,7 @@ from sqla_durable.functions import (
     function_lifecycle,
     function_statuses,
 )
+from sqla_durable.gather import Call, call, keyed_call
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -67,6 +73,7 @@ from sqla_durable.worker import Worker
 __all__ = [
     "PENDING",
     "AttemptsMixin",
+    "Call",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
@@ -84,6 +91,7 @@ __all__ = [
     "Functions",
     "HolderError",
     "InputError",
+    "InputMismatch",
     "KeyConflict",
     "KeyMixin",
     "Lease",
@@ -92,6 +100,7 @@ __all__ = [
     "LostLease",
     "NestedStep",
     "NotIssued",
+    "OnMismatch",
     "OperationFailed",
     "OperationUnknown",
     "Outcome",
@@ -101,12 +110,14 @@ __all__ = [
     "ReceiptMismatch",
     "ReceiptMixin",
     "ResultError",
+    "ResultMismatch",
     "Retry",
     "RetryableError",
     "Run",
     "RunCancelled",
     "RunFailed",
     "RunInFlight",
+    "RunInputMismatch",
     "RunMixin",
     "RunNotFound",
     "RunNotLanded",
@@ -118,6 +129,7 @@ __all__ = [
     "StepOutcome",
     "StepReused",
     "StepTimeout",
+    "StepUnreached",
     "Suspended",
     "TransactionConflict",
     "TransactionEnded",
@@ -125,6 +137,8 @@ __all__ = [
     "UsageError",
     "Work",
     "Worker",
+    "call",
     "function_lifecycle",
     "function_statuses",
+    "keyed_call",
 ]

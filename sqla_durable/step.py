@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from sqla_durable import clock
 from sqla_durable.codec import Codec
-from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
+from sqla_durable.exc import DatabaseUnavailable, InputMismatch, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
 from sqla_durable.intent import Intents
@@ -116,21 +116,24 @@ class Steps:
         self.store = store
 
     def transactional(
-        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT], given: str | None = None
     ) -> Recorded[ValueT]:
         """Run a step's body in one transaction with its receipt, again where it conflicts with another transaction.
 
+        :param given: the fingerprint of the step's input, to be recorded.
         :raises LostLease: where the fence has moved on; the body is not called.
         """
-        return retry_conflicts(lambda: self._attempt(lease, key, body, codec))
+        return retry_conflicts(lambda: self._attempt(lease, key, body, codec, given))
 
-    def _attempt(self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT]) -> Recorded[ValueT]:
+    def _attempt(
+        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT], given: str | None
+    ) -> Recorded[ValueT]:
         session = self.store.sessions.step()
         transaction: StepTransaction | None = None
         returned = False
         try:
             connection, transaction = self._begin(session)
-            opened = self._open(connection, lease, key)
+            opened = self._open(connection, lease, key, given)
             if not opened.opened:
                 return self._known(connection, lease, key, codec)
             value = body(session.facade)
@@ -138,7 +141,7 @@ class Steps:
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at)
+            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at, given)
             receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
@@ -152,19 +155,27 @@ class Steps:
         return Recorded(receipt, result)
 
     def record(
-        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        *,
+        result: str | None = None,
+        failure: Failure | None = None,
+        given: str | None = None,
     ) -> Written:
         """Record a step that has already happened, in one statement.
 
+        :param given: the fingerprint of the step's input.
         :return: the receipt, which is another holder's of the same lease if that recorded the step first.
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
-        values = self._values(lease, key, effect, result=result, failure=failure)
+        values = self._values(lease, key, effect, result=result, failure=failure, given=given)
         row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         if row.recorded_at is None:
             known = self.store.single(lambda connection: self._read(connection, lease, key))
             return Written(known, before=True, cancel_requested=row.cancel_requested)
-        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure)
+        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure, given)
         return Written(receipt, before=False, cancel_requested=row.cancel_requested)
 
     def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
@@ -188,8 +199,9 @@ class Steps:
         session.bind_step(connection)
         return connection, StepTransaction(session, transaction, connection, self.guard)
 
-    def _open(self, connection: Connection, lease: Lease, key: str) -> AnyRow:
-        parameters = self.store.parameters(lease, step=key, effect=Effect.TRANSACTIONAL.value)
+    def _open(self, connection: Connection, lease: Lease, key: str, given: str | None) -> AnyRow:
+        effect = Effect.TRANSACTIONAL.value
+        parameters = self.store.parameters(lease, step=key, effect=effect, input_fingerprint=given)
         row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
         if row.cancel_requested and self.store.runs.lifecycle.cancelled is not None:
             raise self.store.cancelled(lease)
@@ -203,6 +215,7 @@ class Steps:
         key: str,
         text: str,
         renew_at: Any,
+        given: str | None,
     ) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
         try:
@@ -213,7 +226,7 @@ class Steps:
             raise ended("a statement of its own")
         if row.renewal_due:
             self.store.renew.first(connection, self.store.parameters(lease))
-        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None)
+        return self._receipt(lease, key, Effect.TRANSACTIONAL, row.recorded_at, text, None, given)
 
     def _known(self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT]) -> Recorded[ValueT]:
         receipt = self._read(connection, lease, key)
@@ -227,19 +240,32 @@ class Steps:
         return receipt_of(connection.execute(self.reading, {**key_of_run, **arguments(step=key)}).one())
 
     def _values(
-        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        *,
+        result: str | None = None,
+        failure: Failure | None = None,
+        given: str | None = None,
     ) -> dict[str, Any]:
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
         error = None if failure is None else json.dumps(failure.to_json())
-        return self.store.parameters(
-            lease, step=key, effect=effect.value, outcome=outcome.value, result=result, error=error
-        )
+        values = {"step": key, "effect": effect.value, "input_fingerprint": given}
+        return self.store.parameters(lease, **values, outcome=outcome.value, result=result, error=error)
 
     def _receipt(
-        self, lease: Lease, key: str, effect: Effect, at: datetime, result: str | None, failure: Failure | None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        at: datetime,
+        result: str | None,
+        failure: Failure | None,
+        given: str | None = None,
     ) -> Receipt:
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
-        return Receipt(key, outcome, parsed(result), failure, effect, lease.fence, at)
+        return Receipt(key, outcome, parsed(result), failure, effect, lease.fence, at, input_fingerprint=given)
 
     @cached_property
     def guard(self) -> str:
@@ -271,12 +297,27 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
     """Return the result that a receipt holds.
 
     :raises StepFailed: where the step had failed.
-    :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
+    :raises ReceiptMismatch: where the receipt is of another kind of step.
+    :raises ResultMismatch: where its result does not decode.
     """
     refuse_other_kind(receipt, effect)
     if receipt.failure is not None:
         raise StepFailed(receipt.step, receipt.failure)
     return codec.decode(receipt.result, receipt.step)
+
+
+def refuse_other_input(receipt: Receipt, given: str | None) -> None:
+    """Refuse a receipt of a step that was called with another input.
+
+    :param given: the fingerprint of the input that it is called with now; None to let it be.
+    :raises InputMismatch: where it is one.
+    """
+    if given is not None and receipt.input_fingerprint not in {None, given}:
+        raise InputMismatch(
+            f"step {receipt.step!r} was recorded when it was called with another input. Give it what it was given "
+            "then, the same in every attempt; where the code has changed on purpose, give the changed step a new key, "
+            "or declare the function with on_mismatch."
+        )
 
 
 def refuse_other_kind(receipt: Receipt, effect: Effect) -> None:

@@ -13,10 +13,11 @@ from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
 from sqla_durable.asyncio.runs import AsyncSessions, AsyncStepping, carry_out, work_of
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
@@ -82,6 +83,8 @@ class AsyncFunctions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]],
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
@@ -96,7 +99,9 @@ class AsyncFunctions(Generic[FunctionT]):
                     f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with "
                     "Functions, which the same worker can carry out."
                 )
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name, body, retry=retry, max_duration=max_duration, on_mismatch=on_mismatch, aliases=aliases
+            )
             return body
 
         return register
@@ -270,8 +275,9 @@ class AsyncFunctions(Generic[FunctionT]):
         return AsyncFunctionRun(holder, self._verbs)
 
     async def _carry_out(self, run: AsyncFunctionRun[FunctionT]) -> None:
-        definition, given = self._verbs.prepare(run.holder)
-        self._verbs.returned(run.holder, definition, await definition.body(run, *given))
+        definition, given = await greenlet_spawn(self._verbs.prepare, run.holder)
+        result = await definition.body(run, *given)
+        await greenlet_spawn(self._verbs.returned, run.holder, definition, result)
 
 
 def _sync(session: AsyncSession | None) -> Any:

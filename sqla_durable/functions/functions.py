@@ -10,9 +10,10 @@ from uuid import UUID
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session, sessionmaker
 
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work, in_slot
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionStatus, FunctionT
@@ -72,6 +73,8 @@ class Functions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[FunctionRun[Any], P], OutputT]], Callable[Concatenate[FunctionRun[Any], P], OutputT]
     ]:
@@ -85,14 +88,20 @@ class Functions(Generic[FunctionT]):
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
          timed out; None for any time. Waiting in the database does not count.
-        :raises ConfigurationError: where the name is taken, or the function could not be called so.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
+         receipts are found, and a keyed step goes on with the idempotency key that it had at first.
+        :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
+         share a receipt.
         """
 
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
             refuse_coroutine(body)
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name, body, retry=retry, max_duration=max_duration, on_mismatch=on_mismatch, aliases=aliases
+            )
             return body
 
         return register
@@ -266,7 +275,7 @@ class Functions(Generic[FunctionT]):
          where it was cancelled, or ran past its deadline.
         :raises RunNotLanded: where it has not landed in time; it goes on.
         :raises RunNotFound: where there is no such run.
-        :raises ReceiptMismatch: where the recorded result does not decode as what the function returns now.
+        :raises ResultMismatch: where the recorded result does not decode as what the function returns now.
         """
         output: OutputT = self._verbs.result(handle, timeout, session)
         return output

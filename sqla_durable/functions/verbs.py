@@ -24,6 +24,7 @@ from sqla_durable.exc import (
     ConfigurationError,
     RunCancelled,
     RunFailed,
+    RunInputMismatch,
     RunNotFound,
     RunNotLanded,
     RunTimedOut,
@@ -143,13 +144,19 @@ class FunctionVerbs(Verbs[FunctionT]):
         definition = self.registry.of(row.function)
         if definition.retry is not None:
             holder.retry = definition.retry
-        return definition, definition.arguments(row.input)
+        holder.changes = definition.changes
+        try:
+            return definition, definition.arguments(row.input)
+        except RunInputMismatch as error:
+            holder.mismatched(error)
 
     def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
         """Take what a body has returned as the result of the whole run, to be written by its landing.
 
         :raises ResultError: where it would not come back equal.
+        :raises StepUnreached: where a step that has a receipt was not reached.
         """
+        holder.refuse_unreached()
         holder.output, _ = definition.output.round_trip(result, f"the end of {definition.name}")
 
     def publish(self, holder: Holder[FunctionT], state: object) -> None:
