@@ -113,8 +113,8 @@ def _atom(value: Any) -> Any:
         return text.rstrip("0").rstrip(".") if "." in text else text
     if isinstance(value, bytes | bytearray):
         return b64encode(value).decode()
-    if isinstance(value, Iterator):
-        raise TypeError(f"{type(value).__qualname__} is an iterator")
+    if isinstance(cast(object, value), Iterator):
+        raise TypeError("an iterator would be used up")
     return to_jsonable_python(value)
 
 

@@ -130,9 +130,9 @@ def _carry_out(holder: Holder[Any], live: Sequence[_Member], make: Callable[...,
                 continue  # nothing can be recorded any more
             try:
                 member.value = holder.settle(member.name, member.asked.effect, member.codec, called, member.fingerprint)
-            except LostLease as error:
-                lost = error
             except Exception as error:  # noqa: BLE001 - it is raised when the others have ended
+                if isinstance(error, LostLease) and error.lease == holder.lease:
+                    lost = error
                 member.error = error
     if lost is not None:
         raise lost

@@ -253,6 +253,7 @@ class Holder(Generic[RunT]):
         with self.raising(name):
             recorded = self._tried(name, effect, lambda: self._record(name, effect, codec, called(), given), given)
         self.receipts[name] = recorded.receipt
+        self._seen.discard(name)
         self.note_cancel(requested=recorded.cancel_requested)
         return recorded.value
 

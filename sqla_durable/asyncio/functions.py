@@ -192,6 +192,22 @@ class AsyncFunctions(Generic[FunctionT]):
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
         return await session.run_sync(self._verbs.cancel_function, handle)
 
+    async def fork(
+        self,
+        session: AsyncSession,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
+        values |= {"available_at": run_at, "priority": priority}
+        return await session.run_sync(self._verbs.fork, handle, from_step, key, values)
+
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
     ) -> FunctionHandle[OutputT]:

@@ -141,6 +141,11 @@ class Registry:
             )
         return known
 
+    def former_keys(self, name: str, step: str) -> tuple[str, ...]:
+        """Return the former keys of a step of a function, which this process need not know."""
+        known = self._by_name.get(name)
+        return () if known is None else known.changes.former.get(step, ())
+
     def names(self) -> list[str]:
         """Return the names of all functions."""
         return list(self._by_name)

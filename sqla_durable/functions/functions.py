@@ -223,6 +223,41 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.cancel_function(session, handle)
 
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction.
+
+        It has the function, input, tenant, priority and your own columns of the other, and the receipts of its steps
+        that had succeeded before that step; it begins with them, and does the rest. The other run is untouched, in
+        whatever status it is, and is not waited for. Keyed steps that are done again are called with other idempotency
+        keys: the fork is another run.
+
+        :param session: the caller's session, which is flushed first; nothing is committed here.
+        :param handle: the run that is forked.
+        :param from_step: the key of the first step that is done again; it has a receipt, of success or not.
+        :param key: the idempotency key of the fork; with it, the same fork returns the same run.
+        :param run_at: as for :meth:`start`.
+        :param priority: that of the run that is forked, by default.
+        :param values: attributes of your own on the run class that are to differ.
+        :raises UsageError: where there is no receipt of that step, naming those there are; or where a step before it,
+         an operation or a wait, has not ended.
+        :raises RunNotFound: where there is no such run.
+        :raises KeyConflict: where the key belongs to another run.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        values |= {"available_at": run_at, "priority": priority}
+        return self._verbs.fork(session, handle, from_step, key, values)
+
     # observing
 
     def handle(
