@@ -49,6 +49,7 @@ PUBLIC_NAMES = {
     "Coroutine": "collections.abc.Coroutine",
     "Awaitable": "collections.abc.Awaitable",
     "Any": "typing.Any",
+    "StrEnum": "enum.StrEnum",
     "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
     "sessionmaker": "sqlalchemy.orm.sessionmaker",
     "sqlalchemy.ext.asyncio.scoping.async_scoped_session": "sqlalchemy.ext.asyncio.async_scoped_session",
@@ -61,7 +62,7 @@ PUBLIC_NAMES = {
 }
 
 # Type variables and parameter specifications have no page to lead to.
-nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|P\.args|P\.kwargs)")]
+nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|P\.args|P\.kwargs)")]
 
 
 def use_public_names(_: Sphinx, doctree: nodes.document) -> None:

@@ -168,6 +168,7 @@ class AsyncFunctions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return await session.run_sync(self._verbs.start_function, function, inputs, key, values)
 
+    @overload
     async def start_many(
         self,
         session: AsyncSession,
@@ -180,7 +181,36 @@ class AsyncFunctions(Generic[FunctionT]):
         priority: int | None = None,
         tenant: str | None = None,
         **values: Any,
-    ) -> list[FunctionHandle[OutputT]]:
+    ) -> list[FunctionHandle[OutputT]]: ...
+
+    @overload
+    async def start_many(
+        self,
+        session: AsyncSession,
+        function: str,
+        inputs: Iterable[Any],
+        /,
+        *,
+        key: Callable[[Any], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle]: ...
+
+    async def start_many(
+        self,
+        session: AsyncSession,
+        function: Callable[..., Any] | str,
+        inputs: Iterable[Any],
+        /,
+        *,
+        key: Callable[[Any], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[Any]]:
         """Start a run for each input, in the caller's transaction. See :meth:`.Functions.start_many`."""
         every = list(inputs)
         keys = None if key is None else [key(each) for each in every]

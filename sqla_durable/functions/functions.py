@@ -186,6 +186,7 @@ class Functions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_function(session, function, inputs, key, values)
 
+    @overload
     def start_many(
         self,
         session: Session,
@@ -198,7 +199,36 @@ class Functions(Generic[FunctionT]):
         priority: int | None = None,
         tenant: str | None = None,
         **values: Any,
-    ) -> list[FunctionHandle[OutputT]]:
+    ) -> list[FunctionHandle[OutputT]]: ...
+
+    @overload
+    def start_many(
+        self,
+        session: Session,
+        function: str,
+        inputs: Iterable[Any],
+        /,
+        *,
+        key: Callable[[Any], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle]: ...
+
+    def start_many(
+        self,
+        session: Session,
+        function: Callable[..., Any] | str,
+        inputs: Iterable[Any],
+        /,
+        *,
+        key: Callable[[Any], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[Any]]:
         """Start a run for each input with one statement for every thousand, in the caller's transaction.
 
         :param inputs: what each is called with.

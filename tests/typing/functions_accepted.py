@@ -1,0 +1,159 @@
+"""What users write with functions; both type checkers must infer these types. It is not run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, assert_type
+from uuid import UUID
+
+from pydantic import BaseModel
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from sqla_durable import (
+    AttemptsMixin,
+    FunctionHandle,
+    FunctionMixin,
+    FunctionRun,
+    Functions,
+    FunctionStatus,
+    FunctionSummary,
+    InputError,
+    Outcome,
+    Receipt,
+    ReceiptMixin,
+    Retry,
+    RunCancelled,
+    RunFailed,
+    RunNotLanded,
+    RunTimedOut,
+    StatusMachine,
+    Worker,
+    function_lifecycle,
+    function_statuses,
+)
+from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncWorker
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class DurableRun(FunctionMixin, Base):
+    __tablename__ = "durable_run"
+    __lifecycle__ = function_lifecycle(lease=timedelta(seconds=30), retry=Retry(max_attempts=3))
+    note: Mapped[str | None] = mapped_column()
+
+
+class DurableStep(ReceiptMixin[DurableRun], Base):
+    __tablename__ = "durable_step"
+
+
+class Order(BaseModel):
+    id: int
+
+
+@dataclass
+class Shipment:
+    code: str
+
+
+functions = Functions(sessionmaker[Session](), DurableRun, DurableStep)
+async_functions = AsyncFunctions(async_sessionmaker[AsyncSession](), DurableRun, DurableStep)
+
+
+def ship(session: Session, order: Order, times: int = 1) -> Shipment:
+    return Shipment(f"{order.id} {times} {session}")
+
+
+async def ship_async(session: AsyncSession, order: Order) -> Shipment:
+    return Shipment(f"{order.id} {session}")
+
+
+@functions.function("fulfil", retry=Retry(max_attempts=5), max_duration=None)
+def fulfil(run: FunctionRun[DurableRun], order: Order) -> Shipment:
+    assert_type(run.row, DurableRun)
+    assert_type(run.row.note, str | None)
+    run.publish({"step": 1})
+    return run.step("ship", ship, order, times=2)
+
+
+@functions.function("nightly")
+def nightly(run: FunctionRun) -> int:
+    return run.step("count", count)
+
+
+def count(_: Session) -> int:
+    return 1
+
+
+@async_functions.function("fulfil")
+async def fulfil_async(run: AsyncFunctionRun, order: Order) -> Shipment:
+    await run.publish(order)
+    return await run.step("ship", ship_async, order)
+
+
+@async_functions.function("nightly")
+async def nightly_async(run: AsyncFunctionRun) -> int:
+    return run.lease.attempt
+
+
+def call_it_directly(run: FunctionRun[DurableRun]) -> None:
+    assert_type(fulfil(run, Order(id=1)), Shipment)
+    assert_type(nightly(run), int)
+
+
+def use(session: Session, order: Order) -> None:
+    handle = functions.start(
+        session, fulfil, order, key="k", run_at=timedelta(hours=1), priority=1, tenant="t", note="x"
+    )
+    assert_type(handle, FunctionHandle[Shipment])
+    assert_type(functions.start(session, nightly), FunctionHandle[int])
+    assert_type(functions.start(session, "fulfil", {"id": 1}), FunctionHandle[Any])
+    many = functions.start_many(session, fulfil, [order], key=lambda each: str(each.id))
+    assert_type(many, list[FunctionHandle[Shipment]])
+    assert_type(functions.handle(fulfil, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.result(handle, timeout=timedelta(seconds=1)), Shipment)
+    assert_type(functions.result(handle, session=session), Shipment)
+    assert_type(functions.wait(handle), FunctionStatus)
+    assert_type(functions.steps(handle), tuple[Receipt, ...])
+    assert_type(functions.request_cancel(session, handle), bool)
+    assert_type(functions.requeue(handle), bool)
+    assert_type(functions.execute(handle, run_now=True), Outcome)
+    assert_type(functions.find(function=fulfil, status=FunctionStatus.FAILED), list[FunctionSummary])
+    described = functions.describe(handle)
+    assert_type(described, FunctionSummary)
+    assert_type(described.cancellable, bool)
+    assert_type(described.handle.id, UUID | None)
+    assert_type(functions.run_class, type[DurableRun])
+    Worker(*functions.works()).stop()
+
+
+async def use_async(session: AsyncSession, order: Order) -> None:
+    handle = await async_functions.start(session, fulfil_async, order, key="k")
+    assert_type(handle, FunctionHandle[Shipment])
+    assert_type(await async_functions.start(session, nightly_async), FunctionHandle[int])
+    assert_type(await async_functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
+    assert_type(async_functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(await async_functions.result(handle), Shipment)
+    assert_type(await async_functions.wait(handle), FunctionStatus)
+    assert_type(await async_functions.describe(handle, session=session), FunctionSummary)
+    assert_type(await async_functions.steps(handle), tuple[Receipt, ...])
+    assert_type(await async_functions.request_cancel(session, handle), bool)
+    assert_type(await async_functions.requeue(handle), bool)
+    assert_type(await async_functions.execute(handle), Outcome)
+    assert_type(await async_functions.find(tenant="t"), list[FunctionSummary])
+    AsyncWorker(*async_functions.works()).stop()
+
+
+def fails(error: RunFailed) -> list[type[Exception]]:
+    assert_type(error.failure is None, bool)
+    return [InputError, RunCancelled, RunTimedOut, RunNotLanded]
+
+
+assert_type(function_statuses, StatusMachine[FunctionStatus])
+
+
+class Limited(AttemptsMixin):
+    """A limit of attempts for each run, beside RunMixin."""

@@ -1,0 +1,60 @@
+"""Lines with functions that both type checkers must reject. It is not run.
+
+Each ignore comment stands for the rejection: both checkers report one that is not needed.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from sqla_durable import FunctionHandle, FunctionRun
+from tests.typing.functions_accepted import (
+    Order,
+    Shipment,
+    async_functions,
+    fulfil,
+    fulfil_async,
+    functions,
+    nightly,
+    ship,
+)
+
+
+def use(session: Session, order: Order) -> None:
+    functions.start(session, fulfil, {"id": 1})  # type: ignore[arg-type]
+    functions.start(session, fulfil)  # type: ignore[arg-type]
+    functions.start(session, nightly, order)  # type: ignore[arg-type]
+    functions.start(session, fulfil, order, key=1)  # type: ignore[call-overload]
+    functions.start_many(session, fulfil, ["one"])  # type: ignore[arg-type]
+    wrong: FunctionHandle[int] = functions.start(session, fulfil, order)  # type: ignore[arg-type]
+    result: str = functions.result(functions.start(session, fulfil, order))  # type: ignore[assignment]
+    print(wrong, result)
+
+
+@functions.function("no run")  # type: ignore[arg-type]
+def no_run(order: Order) -> None:
+    print(order)
+
+
+@async_functions.function("no coroutine")  # type: ignore[arg-type]
+def no_coroutine(run: FunctionRun, order: Order) -> None:
+    print(run, order)
+
+
+def body(run: FunctionRun, order: Order) -> Shipment:
+    run.finish()  # type: ignore[attr-defined]
+    run.step("no session first", without_session, order)  # type: ignore[arg-type, call-arg]
+    number: int = run.step("wrong result", ship, order)  # type: ignore[assignment]
+    return number  # type: ignore[return-value]
+
+
+def without_session(order: Order) -> Shipment:
+    return Shipment(str(order.id))
+
+
+async def use_async(session: AsyncSession, order: Order) -> None:
+    await async_functions.start(session, fulfil_async, 1)  # type: ignore[arg-type]
+    await async_functions.start(session, fulfil, order)  # type: ignore[arg-type]
+    wrong: FunctionHandle[int] = await async_functions.start(session, fulfil_async, order)  # type: ignore[arg-type]
+    print(wrong)
