@@ -62,7 +62,9 @@ PUBLIC_NAMES = {
 }
 
 # Type variables and parameter specifications have no page to lead to.
-nitpick_ignore_regex = [("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|P\.args|P\.kwargs)")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|P\.args|P\.kwargs)")
+]
 
 
 def use_public_names(_: Sphinx, doctree: nodes.document) -> None:

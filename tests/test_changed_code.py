@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import (
     PENDING,
@@ -26,13 +26,15 @@ from sqla_durable import (
     RetryableError,
     RunFailed,
     RunInputMismatch,
+    Runs,
     StepReused,
     StepUnreached,
     Suspended,
     call,
 )
 from sqla_durable.fingerprint import of_call
-from tests.support import Plan, PlanStep, approved_plan, eventually
+from sqla_durable.testing import lapse
+from tests.support import Plan, PlanStep, approved_plan
 from tests.support_functions import DurableRun, Entry, Order, labels, tables
 from tests.support_processes import Program
 from tests.support_versions import FORMS, Version, versions
@@ -135,8 +137,10 @@ def test_an_operation_that_waits_minds_its_input_before_it_is_polled(old_and_new
         return value
 
     def body(value: int, run: Any) -> None:
-        polled: Any = lambda ids: PENDING if value == 1 else pytest.fail("polled")
-        run.operation("one", start=partial(issue, value), poll=polled, every=timedelta(0))
+        def poll(ids: int) -> Any:
+            return PENDING if value == 1 else pytest.fail("polled")
+
+        run.operation("one", start=partial(issue, value), poll=poll, every=timedelta(0))
 
     old.function("job", partial(body, 1))
     handle = old.start("job")
@@ -180,7 +184,7 @@ def test_a_body_that_swallows_a_mismatch_neither_does_the_step_nor_lands_as_done
 
 
 def test_an_input_that_its_body_changes_is_known_as_it_was_given(old_and_new: Versions) -> None:
-    old, new = old_and_new
+    old, _ = old_and_new
 
     def take(session: Any, items: list[int]) -> int:
         return items.pop()
@@ -195,10 +199,6 @@ def test_an_input_that_its_body_changes_is_known_as_it_was_given(old_and_new: Ve
 
 
 def test_core_runs_record_no_fingerprint(engine: Engine) -> None:
-    from sqlalchemy.orm import sessionmaker
-
-    from sqla_durable import Runs
-
     factory = sessionmaker(engine)
     plans = Runs(factory, Plan, PlanStep)
     outcome = plans.execute(approved_plan(factory), lambda run: run.external("one", lambda value: value, 1))
@@ -224,7 +224,7 @@ def test_a_fingerprint_is_of_the_values_and_of_the_type_of_what_json_cannot_hold
     assert of(Parcel(1, ["a"]), note="x") == of(Parcel(1, ["a"]), note="x")
     assert of(Parcel(1, ["a"])) != of(Parcel(1, ["b"]))
     assert of(Client()) == of(Client()) != of(object())
-    assert of(1) != of(True) != of("1")  # noqa: FBT003
+    assert of(1) != of(True) != of("1")
     assert of({1, 2}) == of({2, 1})
     assert of_call(partial(fn, 1, note="x"), (2,), {}) == of(1, 2, note="x")
     assert of(DurableRun(function="a")) == of(DurableRun(function="b")), "a mapped object changes with its row"
@@ -483,7 +483,11 @@ def test_a_renamed_keyed_step_is_called_with_the_idempotency_key_that_it_had_at_
             crash()  # after the call, and before its receipt
 
     handle = left_half_way(old, lambda run: run.keyed("charge", charge))
-    body = lambda run: [run.keyed("pay", charge), run.idempotency_key("pay")][1]
+
+    def body(run: Any) -> str:
+        run.keyed("pay", charge)
+        return str(run.idempotency_key("pay"))
+
     new.function("job", body, aliases={"pay": ("charge-card", "charge")})
     assert new.execute(handle).status is FunctionStatus.DONE
     assert keys[0] == keys[1] == new.functions.result(handle)
@@ -518,7 +522,7 @@ def test_aliases_that_cannot_work_are_refused(old_and_new: Versions, aliases: An
 
 def test_a_policy_that_there_is_not_is_refused(old_and_new: Versions) -> None:
     _, new = old_and_new
-    with pytest.raises(ConfigurationError, match="function 'job'.*'ignore' is not a valid OnMismatch"):
+    with pytest.raises(ConfigurationError, match=r"function 'job'.*'ignore' is not a valid OnMismatch"):
         new.function("job", recorded, on_mismatch="ignore")
 
 
@@ -567,12 +571,6 @@ def test_an_old_process_leaves_a_run_of_the_new_code_alone_and_the_new_one_finis
 
 def lapse_all(engine: Engine) -> None:
     """The holders of all runs have shown no sign of life for longer than their leases."""
-    from sqla_durable.testing import lapse
-
-    def lapsed() -> bool:
-        with Session(engine) as session, session.begin():
-            for ident in session.scalars(select(DurableRun.id).where(DurableRun.status == FunctionStatus.RUNNING)):
-                lapse(session, DurableRun, ident)
-        return True
-
-    eventually(lapsed)
+    with Session(engine) as session, session.begin():
+        for ident in session.scalars(select(DurableRun.id).where(DurableRun.status == FunctionStatus.RUNNING)):
+            lapse(session, DurableRun, ident)

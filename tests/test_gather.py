@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, select, text
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import (
     Ending,
@@ -29,6 +31,7 @@ from sqla_durable import (
     call,
     keyed_call,
 )
+from sqla_durable.asyncio import AsyncRun, AsyncRuns
 from sqla_durable.testing import lapse
 from tests.support import DEADLINE, Background, Plan, PlanStatus, PlanStep, approved_plan, eventually
 from tests.support_functions import DurableRun, tables
@@ -94,13 +97,7 @@ def test_calls_are_under_way_at_the_same_time_in_threads(engine: Engine) -> None
 
 
 def test_calls_are_under_way_at_the_same_time_in_tasks(engine: Engine) -> None:
-    import asyncio
-
-    from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-
-    from sqla_durable.asyncio import AsyncRun, AsyncRuns
-
-    ident = approved_plan(_factory(engine))
+    ident = approved_plan(sessionmaker(engine))
 
     async def main() -> Any:
         async_engine = create_async_engine(engine.url)
@@ -125,14 +122,8 @@ def test_calls_are_under_way_at_the_same_time_in_tasks(engine: Engine) -> None:
     assert asyncio.run(main()).status is PlanStatus.EXECUTED
 
 
-def _factory(engine: Engine) -> Any:
-    from sqlalchemy.orm import sessionmaker
-
-    return sessionmaker(engine)
-
-
 def test_core_runs_gather_too(engine: Engine) -> None:
-    factory = _factory(engine)
+    factory = sessionmaker(engine)
     plans = Runs(factory, Plan, PlanStep)
     ident = approved_plan(factory)
     outcome = plans.execute(ident, lambda run: run.gather(call("a", lambda: 1), call("b", lambda: 2)))
@@ -192,7 +183,7 @@ def test_several_failures_are_a_group_in_the_order_of_the_calls(version: Version
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_several_failures_are_retried_where_each_of_them_is_retryable(version: Version, final: bool) -> None:  # noqa: FBT001
+def test_several_failures_are_retried_where_each_of_them_is_retryable(version: Version, final: bool) -> None:
     def fail(error: Exception) -> None:
         raise error
 
@@ -250,7 +241,7 @@ def test_a_gather_that_succeeded_in_place_after_a_failure_is_not_made_a_third_ti
             run.gather(*calls)
         return "".join(run.gather(*calls))
 
-    handle, outcome = carried_out(version, body)
+    _, outcome = carried_out(version, body)
     assert outcome.status is FunctionStatus.DONE, outcome
     assert (made.count("a"), made.count("b")) == (2, 3)
 
@@ -294,7 +285,8 @@ def test_nothing_is_called_where_one_of_the_receipts_does_not_fit(version: Versi
 
 
 def test_keys_are_distinct_and_not_used_before(version: Version) -> None:
-    forbidden = lambda: pytest.fail("called")
+    def forbidden() -> None:
+        pytest.fail("called")
 
     def body(run: Any) -> None:
         with pytest.raises(StepReused, match="gathered twice"):
@@ -326,7 +318,7 @@ def test_a_step_inside_a_call_is_refused_and_does_not_wait_for_itself(engine: En
                 "gather": lambda: run.gather(call("in", lambda: 1)),
                 "publish": lambda: run.publish(1),
             }
-            run.gather(call("out", verbs[verb]), call("other", lambda: run.renew()))
+            run.gather(call("out", verbs[verb]), call("other", run.renew))
 
         _, outcome = Background(lambda: carried_out(version, body)).result()
         assert isinstance(outcome.exception, NestedStep)
@@ -395,13 +387,7 @@ def test_an_interruption_leaves_at_once_and_the_next_one_calls_again(engine: Eng
 
 
 def test_a_cancelled_handler_cancels_its_calls_and_records_nothing(engine: Engine) -> None:
-    import asyncio
-
-    from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-
-    from sqla_durable.asyncio import AsyncRun, AsyncRuns
-
-    factory = _factory(engine)
+    factory = sessionmaker(engine)
     ident = approved_plan(factory)
     cancelled: list[str] = []
 
@@ -491,8 +477,10 @@ def test_calls_that_end_after_a_cancel_request_are_recorded(version: Version) ->
 def test_a_process_that_is_killed_within_a_gather_has_recorded_what_had_ended(form: str, engine: Engine) -> None:
     tables(engine)
     url = engine.url.render_as_string(hide_password=False)
-    with Program("gatherer", url, form) as first, Program("gatherer", url, form) as second, versions(form, url, 1) as (
-        version,
+    with (
+        Program("gatherer", url, form) as first,
+        Program("gatherer", url, form) as second,
+        versions(form, url, 1) as (version,),
     ):
         ident = first.ask("start")
         first.send(ident)

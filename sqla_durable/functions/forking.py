@@ -23,6 +23,7 @@ from sqlalchemy import (
     not_,
     or_,
     select,
+    true,
     tuple_,
 )
 from sqlalchemy.dialects.postgresql import insert
@@ -155,7 +156,8 @@ class Fork:
             **same_,
         }
         succeeded = receipts.in_outcome(StepOutcome.SUCCEEDED)
-        return list(values), select(*values.values()).select_from(receipts.table, fork, start).where(kept, succeeded)
+        copied = receipts.table.join(start, kept).join(fork, true())
+        return list(values), select(*values.values()).select_from(copied).where(succeeded)
 
     # what is in the way
 

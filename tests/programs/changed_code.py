@@ -1,7 +1,7 @@
 """Carries out a function in one of its versions, and waits in the call of its second step to be told to go on.
 
-Arguments: the database, the form, and the version. A line is ``"start"``, which is answered with the run's id, or an id,
-whose run is carried out: the program says what it calls, hears a line in the second call, and says how it ended.
+Arguments: the database, the form, and the version. A line is ``"start"``, which is answered with the run's id, or an
+id, whose run is carried out: the program says what it calls, hears a line in the second call, and says how it ended.
 """
 
 from __future__ import annotations
