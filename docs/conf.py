@@ -63,7 +63,7 @@ PUBLIC_NAMES = {
 
 # Type variables and parameter specifications have no page to lead to.
 nitpick_ignore_regex = [
-    ("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|P\.args|P\.kwargs)")
+    ("py:.*", r"(.*\.)?(P|StatusT|RunT|IdsT|ResultT|WorkT|InputT|OutputT|FunctionT|[A-F]|P\.args|P\.kwargs)")
 ]
 
 

@@ -24,7 +24,7 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[ResultT_co]):
-    """One step of :meth:`.Run.gather`, made by :func:`call` or :func:`keyed_call`.
+    """One step of :meth:`.Run.gather`, made by :func:`~sqla_durable.call` or :func:`~sqla_durable.keyed_call`.
 
     :param key: the step's key.
     :param fn: what is called.

@@ -255,7 +255,7 @@ class Stepping(Handle[RunT]):
         ends. Those that have a receipt are answered from it. Where one fails, the others end and are recorded before
         its failure is raised, and the same calls may be gathered again: only what has failed is called anew.
 
-        :param calls: what :func:`.call` and :func:`.keyed_call` return, with distinct keys.
+        :param calls: what :func:`~sqla_durable.call` and :func:`~sqla_durable.keyed_call` return, with distinct keys.
         :return: the results in the order of the calls, as they read back from the receipts.
         :raises StepReused: where a key was used before in this execution, or is given twice.
         :raises LostLease: where the fence has moved on, when all calls have ended.
