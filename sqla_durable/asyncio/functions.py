@@ -13,10 +13,11 @@ from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
 from sqla_durable.asyncio.runs import AsyncSessions, AsyncStepping, carry_out, work_of
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
@@ -92,6 +93,8 @@ class AsyncFunctions(Generic[FunctionT]):
         concurrency: int | None = None,
         concurrency_per_tenant: int | None = None,
         rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]],
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
@@ -114,6 +117,8 @@ class AsyncFunctions(Generic[FunctionT]):
                 concurrency=concurrency,
                 concurrency_per_tenant=concurrency_per_tenant,
                 rate=rate,
+                on_mismatch=on_mismatch,
+                aliases=aliases,
             )
             return body
 
@@ -284,6 +289,22 @@ class AsyncFunctions(Generic[FunctionT]):
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
         return await session.run_sync(self._verbs.cancel_function, handle)
 
+    async def fork(
+        self,
+        session: AsyncSession,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
+        values |= {"available_at": run_at, "priority": priority}
+        return await session.run_sync(self._verbs.fork, handle, from_step, key, values)
+
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
     ) -> FunctionHandle[OutputT]:
@@ -405,8 +426,9 @@ class AsyncFunctions(Generic[FunctionT]):
         return AsyncFunctionRun(holder, self._verbs)
 
     async def _carry_out(self, run: AsyncFunctionRun[FunctionT]) -> None:
-        definition, given = self._verbs.prepare(run.holder)
-        self._verbs.returned(run.holder, definition, await definition.body(run, *given))
+        definition, given = await greenlet_spawn(self._verbs.prepare, run.holder)
+        result = await definition.body(run, *given)
+        await greenlet_spawn(self._verbs.returned, run.holder, definition, result)
 
 
 def _sync(session: AsyncSession | None) -> Any:

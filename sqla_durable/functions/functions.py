@@ -10,9 +10,10 @@ from uuid import UUID
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session, sessionmaker
 
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
@@ -82,6 +83,8 @@ class Functions(Generic[FunctionT]):
         concurrency: int | None = None,
         concurrency_per_tenant: int | None = None,
         rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[FunctionRun[Any], P], OutputT]], Callable[Concatenate[FunctionRun[Any], P], OutputT]
     ]:
@@ -98,7 +101,11 @@ class Functions(Generic[FunctionT]):
         :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
         :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
         :param rate: how many may be started in a time by all workers.
-        :raises ConfigurationError: where the name is taken, or the function could not be called so.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
+         receipts are found, and a keyed step goes on with the idempotency key that it had at first.
+        :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
+         share a receipt.
         """
 
         def register(
@@ -113,6 +120,8 @@ class Functions(Generic[FunctionT]):
                 concurrency=concurrency,
                 concurrency_per_tenant=concurrency_per_tenant,
                 rate=rate,
+                on_mismatch=on_mismatch,
+                aliases=aliases,
             )
             return body
 
@@ -335,6 +344,41 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.cancel_function(session, handle)
 
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction.
+
+        It has the function, input, tenant, priority and your own columns of the other, and the receipts of its steps
+        that had succeeded before that step; it begins with them, and does the rest. The other run is untouched, in
+        whatever status it is, and is not waited for. Keyed steps that are done again are called with other idempotency
+        keys: the fork is another run.
+
+        :param session: the caller's session, which is flushed first; nothing is committed here.
+        :param handle: the run that is forked.
+        :param from_step: the key of the first step that is done again; it has a receipt, of success or not.
+        :param key: the idempotency key of the fork; with it, the same fork returns the same run.
+        :param run_at: as for :meth:`start`.
+        :param priority: that of the run that is forked, by default.
+        :param values: attributes of your own on the run class that are to differ.
+        :raises UsageError: where there is no receipt of that step, naming those there are; or where a step before it,
+         an operation or a wait, has not ended.
+        :raises RunNotFound: where there is no such run.
+        :raises KeyConflict: where the key belongs to another run.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        values |= {"available_at": run_at, "priority": priority}
+        return self._verbs.fork(session, handle, from_step, key, values)
+
     # observing
 
     def handle(
@@ -387,7 +431,7 @@ class Functions(Generic[FunctionT]):
          where it was cancelled, or ran past its deadline.
         :raises RunNotLanded: where it has not landed in time; it goes on.
         :raises RunNotFound: where there is no such run.
-        :raises ReceiptMismatch: where the recorded result does not decode as what the function returns now.
+        :raises ResultMismatch: where the recorded result does not decode as what the function returns now.
         """
         output: OutputT = self._verbs.result(handle, timeout, session)
         return output

@@ -23,6 +23,7 @@ from sqla_durable.exc import (
     ConfigurationError,
     RunCancelled,
     RunFailed,
+    RunInputMismatch,
     RunNotLanded,
     RunTimedOut,
     UsageError,
@@ -30,13 +31,14 @@ from sqla_durable.exc import (
 from sqla_durable.failure import Failure
 from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
+from sqla_durable.functions.forking import Fork
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionStatus, FunctionT
 from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
 from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
 from sqla_durable.ground import Sessions
-from sqla_durable.holder import Holder
+from sqla_durable.holder import Holder, stored_key
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
 from sqla_durable.rows import AnyRow, bound
@@ -132,6 +134,29 @@ class FunctionVerbs(Verbs[FunctionT]):
             raise UsageError(f"start({twice[0]}=...) is said by the function itself; leave it out.")
         return own | {name: value for name, value in values.items() if value is not None}
 
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any],
+        from_step: str | int,
+        key: str | None,
+        values: dict[str, Any],
+    ) -> FunctionHandle[Any]:
+        """See :meth:`.Functions.fork`."""
+        if twice := sorted({"function", "input", "tenant", "max_attempts"}.intersection(values)):
+            raise UsageError(f"fork({twice[0]}=...) is that of the run that is forked; leave it out.")
+        given = {name: value for name, value in values.items() if value is not None}
+        step = stored_key(from_step)
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            connection = self.store.callers_connection(session)
+            source = self.id_of(connection, handle)
+            former = self.registry.former_keys(handle.function, step)
+            forking = Fork(self.rows, self.store.receipts, connection, notify=not session.twophase)
+            row = forking.run(source, [step, *former], key, given)
+        return FunctionHandle(row[1], row[0], key, row[2])
+
     # carrying out
 
     def prepare(self, holder: Holder[FunctionT]) -> tuple[Definition, tuple[Any, ...]]:
@@ -140,13 +165,19 @@ class FunctionVerbs(Verbs[FunctionT]):
         definition = self.registry.of(row.function)
         if definition.retry is not None:
             holder.retry = definition.retry
-        return definition, definition.arguments(row.input)
+        holder.changes = definition.changes
+        try:
+            return definition, definition.arguments(row.input)
+        except RunInputMismatch as error:
+            holder.mismatched(error)
 
     def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
         """Take what a body has returned as the result of the whole run, to be written by its landing.
 
         :raises ResultError: where it would not come back equal.
+        :raises StepUnreached: where a step that has a receipt was not reached.
         """
+        holder.refuse_unreached()
         holder.output, _ = definition.output.round_trip(result, f"the end of {definition.name}")
 
     def publish(self, holder: Holder[FunctionT], state: object) -> None:
