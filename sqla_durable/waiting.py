@@ -428,6 +428,7 @@ class Waits:
             outcome=StepOutcome.FAILED.value,
             result=None,
             error=json.dumps(failure.to_json()),
+            input_fingerprint=None,
         )
 
     def _refuse_stopped(self, lease: Lease, row: AnyRow) -> None:
