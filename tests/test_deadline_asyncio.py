@@ -15,7 +15,18 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 
 from sqla_durable import Ending, Outcome, TimedOut
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from tests.support_deadline import HOUR, Beating, BeatingStep, Status, Timed, TimedBase, TimedStep, add, pass_deadline, row
+from tests.support_deadline import (
+    HOUR,
+    Beating,
+    BeatingStep,
+    Status,
+    Timed,
+    TimedBase,
+    TimedStep,
+    add,
+    pass_deadline,
+    row,
+)
 
 SOON = timedelta(milliseconds=300)
 Handler = Callable[[AsyncRun[Timed]], Awaitable[None]]
