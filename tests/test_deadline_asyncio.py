@@ -15,7 +15,18 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 
 from sqla_durable import Ending, Outcome, TimedOut
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from tests.support_deadline import HOUR, Status, Timed, TimedBase, TimedStep, add, pass_deadline, row
+from tests.support_deadline import (
+    HOUR,
+    Beating,
+    BeatingStep,
+    Status,
+    Timed,
+    TimedBase,
+    TimedStep,
+    add,
+    pass_deadline,
+    row,
+)
 
 SOON = timedelta(milliseconds=300)
 Handler = Callable[[AsyncRun[Timed]], Awaitable[None]]
@@ -29,10 +40,12 @@ def engine(empty_url: str) -> Iterator[Engine]:
     engine.dispose()
 
 
-def executed(engine: Engine, ident: int, handler: Handler) -> Outcome:
+def executed(
+    engine: Engine, ident: int, handler: Handler, kind: tuple[type[Any], type[Any]] = (Timed, TimedStep)
+) -> Outcome:
     async def main() -> Outcome:
         through = create_async_engine(engine.url)
-        runs: AsyncRuns[Timed] = AsyncRuns(async_sessionmaker(through), Timed, TimedStep)
+        runs: AsyncRuns[Any] = AsyncRuns(async_sessionmaker(through), *kind)
         try:
             outcome = await runs.execute(ident, handler)
             task = asyncio.current_task()
@@ -134,7 +147,7 @@ def test_a_coroutine_that_swallows_its_deadline_lands_as_timed_out(engine: Engin
 
 
 def test_a_coroutine_that_cleans_up_after_its_deadline_is_cancelled_once(engine: Engine) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, SOON, Beating)
     cancelled: list[Any] = []
 
     async def body(session: AsyncSession) -> None:
@@ -142,14 +155,14 @@ def test_a_coroutine_that_cleans_up_after_its_deadline_is_cancelled_once(engine:
 
     async def carry_out(run: AsyncRun[Timed]) -> None:
         try:
-            # The row is locked by a step, so that the heartbeat comes again to land it.
+            # The row is locked by a step, so that the heartbeat lands it when it comes again.
             await run.step("long", body)
         except asyncio.CancelledError:
             cancelled.append("once")
-            run.holder.ask_at = 0.0
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1)
+            assert run.holder.ended
             cancelled.append("cleaned up")
             raise
 
-    assert executed(engine, ident, carry_out).status is Status.TIMED_OUT
+    assert executed(engine, ident, carry_out, (Beating, BeatingStep)).status is Status.TIMED_OUT
     assert cancelled == ["once", "cleaned up"]
