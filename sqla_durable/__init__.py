@@ -5,6 +5,7 @@ needs greenlet.
 """
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.changes import OnMismatch
 from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
@@ -15,6 +16,7 @@ from sqla_durable.exc import (
     FrozenPayload,
     HolderError,
     InputError,
+    InputMismatch,
     KeyConflict,
     LostLease,
     NestedStep,
@@ -24,10 +26,12 @@ from sqla_durable.exc import (
     OperationUnknown,
     ReceiptMismatch,
     ResultError,
+    ResultMismatch,
     RetryableError,
     RunCancelled,
     RunFailed,
     RunInFlight,
+    RunInputMismatch,
     RunNotFound,
     RunNotLanded,
     RunReferenced,
@@ -37,6 +41,7 @@ from sqla_durable.exc import (
     StepFailed,
     StepReused,
     StepTimeout,
+    StepUnreached,
     Suspended,
     TimedOut,
     TransactionConflict,
@@ -57,9 +62,11 @@ from sqla_durable.functions import (
     Functions,
     FunctionStatus,
     FunctionSummary,
+    Rate,
     function_lifecycle,
     function_statuses,
 )
+from sqla_durable.gather import Call, call, keyed_call
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -78,6 +85,7 @@ from sqla_durable.worker import Worker
 __all__ = [
     "PENDING",
     "AttemptsMixin",
+    "Call",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
@@ -97,6 +105,7 @@ __all__ = [
     "Functions",
     "HolderError",
     "InputError",
+    "InputMismatch",
     "KeyConflict",
     "KeyMixin",
     "Lease",
@@ -106,15 +115,18 @@ __all__ = [
     "NestedStep",
     "NotAnswered",
     "NotIssued",
+    "OnMismatch",
     "OperationFailed",
     "OperationUnknown",
     "Outcome",
     "Pending",
     "PriorityMixin",
+    "Rate",
     "Receipt",
     "ReceiptMismatch",
     "ReceiptMixin",
     "ResultError",
+    "ResultMismatch",
     "Retry",
     "RetryableError",
     "Run",
@@ -122,6 +134,7 @@ __all__ = [
     "RunConditions",
     "RunFailed",
     "RunInFlight",
+    "RunInputMismatch",
     "RunMixin",
     "RunNotFound",
     "RunNotLanded",
@@ -137,6 +150,7 @@ __all__ = [
     "StepOutcome",
     "StepReused",
     "StepTimeout",
+    "StepUnreached",
     "Suspended",
     "TimedOut",
     "TransactionConflict",
@@ -148,6 +162,8 @@ __all__ = [
     "WaitMixin",
     "Work",
     "Worker",
+    "call",
     "function_lifecycle",
     "function_statuses",
+    "keyed_call",
 ]

@@ -7,35 +7,26 @@ import math
 import random
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, auto
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
 from sqla_durable.execution import Ending, Outcome
 from sqla_durable.holder import Holder
 from sqla_durable.retry import Retry, require_durations
+from sqla_durable.room import Room, Share, Wake
 from sqla_durable.verbs import Verbs
 
 log = logging.getLogger("sqla_durable.worker")
 
 OUTAGES = Retry(max_attempts=None, backoff=timedelta(seconds=0.1), cap=timedelta(seconds=5), jitter=0.5)
 _SPREAD = 0.25
-_EXACT_BATCHES = 10
+_SOONEST = 0.1
 _MOMENT = 0.001
-
-
-class Wake(Enum):
-    """Why a dispatcher that waits is woken."""
-
-    FREED = auto()
-    """A slot has become free."""
-    DUE = auto()
-    """Something may be due, or the worker is to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,26 +34,46 @@ class AnyWork:
     """The runs of one class together with the handler that carries them out, in either form.
 
     :param verbs: the runs.
-    :param execute: carries out a claimed run of theirs; a coroutine function in the asyncio form. Where it returns
-     None, the run is to be landed as done.
+    :param execute: carries out a claimed run of theirs.
     """
 
     verbs: Verbs[Any]
-    execute: Callable[[Holder[Any]], Any]
+    execute: Callable[..., Any]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {self.verbs.runs.entity.__name__}>"
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Work(AnyWork):
-    """The runs of one class together with the handler that carries them out; made by :meth:`.Runs.handled_by`."""
+    """The runs of one class together with the handler that carries them out; made by :meth:`.Runs.handled_by`.
+
+    ``execute`` is called with a claimed run, and with what the heartbeat is to call when its holder may not go on.
+    Where it returns None, the run is to be landed as done.
+    """
+
+    execute: Callable[[Holder[Any], Callable[[], None]], Outcome | None]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class AsyncWork(AnyWork):
     """The same over asyncio; made by :meth:`.AsyncRuns.handled_by`."""
 
+    execute: Callable[[Holder[Any]], Coroutine[Any, Any, Outcome]]
+
 
 WorkT = TypeVar("WorkT", bound=AnyWork)
+WorkT_co = TypeVar("WorkT_co", bound=AnyWork, covariant=True)
+
+
+class HasWorks(Protocol[WorkT_co]):
+    """What a worker can be given in place of works, such as :class:`.Functions`."""
+
+    def works(self) -> Sequence[WorkT_co]:
+        """Return the works; called once, when the worker is made."""
+        ...
+
+
 Ended = Callable[[Holder[Any], Outcome | None], Callable[[], None]]
 """Called when a run is not being carried out any more; without an outcome where its handler was interrupted.
 
@@ -91,8 +102,10 @@ class Slots(Protocol):
 
     claims: ClassVar[bool]
     """Whether a slot that has become free may claim for all that are."""
+    held_up: ClassVar[bool]
+    """Whether code of the user's may hold the dispatcher up."""
 
-    def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
+    def start(self, work: Any, holder: Holder[Any], ended: Ended) -> None:
         """Carry the run out beside the dispatcher, and call ``ended``."""
         ...
 
@@ -146,84 +159,70 @@ class Dispatcher:
 
     :param works: what to claim, and how to carry it out; they take turns to be first.
     :param slots: where runs are carried out.
-    :param concurrency: how many at a time.
+    :param room: how many at a time, and until when.
     :param poll: how long to wait until the next look where nothing was due, give or take a quarter.
     :param grace: how long a drain lets runs under way finish; what is left then is released.
     """
 
-    def __init__(
-        self, works: Iterable[AnyWork], slots: Slots, concurrency: int, poll: timedelta, grace: timedelta
-    ) -> None:
+    def __init__(self, works: Sequence[AnyWork], slots: Slots, room: Room, poll: timedelta, grace: timedelta) -> None:
         self._sources = deque(_Source(work) for work in works)
         self._slots = slots
-        self._concurrency = concurrency
+        self._room = room
+        self._share = Share(slots.wake, len(works), held_up=slots.held_up)
         self._poll = poll.total_seconds()
         self._grace = grace.total_seconds()
-        self._until: float | None = None
-        self._lock = threading.Lock()
         self._claiming = threading.Lock()
-        self._more = False
-        self._active: set[Holder[Any]] = set()
-        self._draining = False
-        self.endings: Counter[Ending] = Counter()
+        room.let_in(self._share)
 
-    def stop(self) -> None:
-        """Claim nothing more from now on; callable from any thread and from a signal handler."""
-        self._draining = True
-        self._slots.wake(Wake.DUE)
-
-    def run(self, *, until: float | None = None) -> None:
+    def run(self) -> None:
         """Claim and carry out until told to stop; then let what is under way finish, or release it.
 
         An interruption leaves at once, without letting anything finish.
-
-        :param until: an instant of :func:`time.monotonic` at which to leave, or before it as soon as nothing is due or
-         under way; by default never.
         """
-        self._until = until
         try:
             try:
                 self._dispatch()
             finally:
-                self._draining = True  # slots, which may go on after this, must not claim
+                self._room.close()  # slots, which may go on after this, must not claim, nor may others go on
         except Exception:
             self._drain()
             raise
         self._drain()
 
     def _dispatch(self) -> None:
-        while not self._over():
-            ended = self.endings.total()
+        while not self._room.over():
+            ended = self._room.endings.total()
             with self._claiming:
                 self._fill()
-            if self._more:
+            if self._share.more:
                 self._wait_for_slots()
-            elif self._until is None:
+            elif self._room.until is None:
                 pause = self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - a spread, no secret
-                self._wait(pause, *self._rests(), for_slot=False)
-            elif self.endings.total() != ended:
+                self._wait(pause, *self._rests(), *self._soon(), for_slot=False)
+            elif self._room.endings.total() != ended:
                 continue  # it may have left something that is due, which the claim did not see
-            elif self._active or self._rests():
-                self._wait(*self._rests(), for_slot=True)
-            else:
+            elif rests := self._rests():
+                self._wait(*rests, for_slot=True)
+            elif self._room.settled(self._share, ended):
                 return
+            else:
+                self._wait(for_slot=True)
 
     def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> Callable[[], None]:
         ending = Ending.INTERRUPTED if outcome is None else outcome.ending
-        with self._lock:
-            # One that was released has been counted then.
-            if holder in self._active:
-                self._active.discard(holder)
-                self.endings[ending] += 1
-        if ending is Ending.INTERRUPTED:
-            # It went back to ready, and may be due at once by the backoff of its lifecycle.
+        self._room.leave(self._share, holder, ending)
+        if ending is Ending.INTERRUPTED or holder.limited:
+            # It went back to ready, and may be due at once by the backoff of its lifecycle; or what is ready may be
+            # claimed in its place.
             return self._due
         return self._freed
 
     def _due(self) -> None:
+        self._room.tell_others(self._share)
         self._slots.wake(Wake.DUE)
 
     def _freed(self) -> None:
+        self._room.tell_others(self._share)
         if not (self._slots.claims and self._refill()):
             self._slots.wake(Wake.FREED)
 
@@ -232,50 +231,52 @@ class Dispatcher:
 
         :return: whether the dispatcher's own thread need not be woken: there is more, for the next free slot to claim.
         """
-        while self._more and self._free and not self._over():
+        while self._share.more and self._free and not self._room.over():
             if not self._claiming.acquire(blocking=False):
                 return True  # whoever claims looks again at what is free
             try:
                 self._fill()
             except Exception:  # noqa: BLE001 - the dispatcher meets the error itself, and knows what to do
-                self._more = False
+                self._share.more = False
             finally:
                 self._claiming.release()
-        return self._more and not self._over()
+        return self._share.more and not self._room.over()
 
     @property
     def _free(self) -> int:
-        return self._concurrency - len(self._active)
-
-    def _over(self) -> bool:
-        return self._draining or (self._until is not None and time.monotonic() >= self._until)
+        return self._room.free(self._share)
 
     def _rests(self) -> list[float]:
         return [rest for source in self._sources if (rest := source.rest())]
+
+    def _soon(self) -> list[float]:
+        # Not at the very instant, at which all workers would look.
+        found = [source.work.verbs.claims.soon for source in self._sources]
+        return [max(seconds, self._poll * _SOONEST) for seconds in found if seconds is not None]
 
     def _fill(self) -> None:
         """Claim for the free slots, and note whether more may be due than there were slots for."""
         more = False
         self._sources.rotate(-1)
         for source in self._sources:
-            free = self._free
-            if not free or self._draining:
+            limit = self._room.reserve(self._share)
+            if not limit:
                 more = True
                 break
-            # In tens where there are many, so that there are few different statements to prepare.
-            limit = free if free <= _EXACT_BATCHES else free - free % _EXACT_BATCHES
-            claimed = source.claim(limit)
-            with self._lock:
-                self._active.update(claimed)
+            claimed: list[Holder[Any]] = []
+            try:
+                claimed = source.claim(limit)
+            finally:
+                self._room.enter(self._share, limit, claimed)
             for holder in claimed:
                 self._slots.start(source.work, holder, self._ended)
             more = more or len(claimed) == limit
-        self._more = more
+        self._room.looked(self._share, more=more)
 
     def _wait_for_slots(self) -> None:
         """Wait for a free slot, and then a moment for those that are about to be."""
         end = None
-        while self._more and (free := self._free) < self._concurrency and not self._over():
+        while self._share.more and (free := self._free) < self._room.size and not self._room.over():
             if free and end is None:
                 end = time.monotonic() + _MOMENT
             left = [] if end is None else [end - time.monotonic()]
@@ -286,8 +287,8 @@ class Dispatcher:
     def _wait(self, *longest: float, for_slot: bool) -> None:
         """Wait until something may be due, for so long at the most; with ``for_slot`` until a slot is free, too."""
         now = time.monotonic()
-        ends = [now + each for each in longest] + ([] if self._until is None else [self._until])
-        while not self._draining:
+        ends = [now + each for each in longest] + ([] if self._room.until is None else [self._room.until])
+        while not self._room.closed:
             left = min(ends) - time.monotonic() if ends else None
             if left is not None and left <= 0:
                 return
@@ -299,16 +300,15 @@ class Dispatcher:
                 return
 
     def _drain(self) -> None:
-        end = time.monotonic() + self._grace if self._until is None else self._until
+        end = time.monotonic() + self._grace if self._room.until is None else self._room.until
         # A slot may be claiming still.
         if self._claiming.acquire(timeout=max(0.0, end - time.monotonic())):
             self._claiming.release()
-        if self._active:
-            log.info("draining: %d run(s) under way", len(self._active))
-        while self._active and (left := end - time.monotonic()) > 0:
+        if self._share.active:
+            log.info("draining: %d run(s) under way", len(self._share.active))
+        while self._share.active and (left := min(end, self._room.deserted_at) - time.monotonic()) > 0:
             self._slots.wait(left)
-        with self._lock:
-            left_over = list(self._active)
+        left_over = self._room.under_way(self._share)
         if left_over:
             log.warning("%d run(s) did not end in time and are released", len(left_over))
             self._slots.release(left_over)
@@ -319,42 +319,46 @@ class Dispatcher:
 class Serving(Generic[WorkT]):
     """What both forms of a worker are made with."""
 
-    _kind: ClassVar[type[AnyWork]]
+    _kinds: ClassVar[tuple[type[AnyWork], ...]]
 
     def __init__(
         self,
-        *works: WorkT,
+        *works: WorkT | HasWorks[WorkT],
         concurrency: int = 10,
         poll: timedelta = timedelta(seconds=1),
         listen: bool = True,
         grace: timedelta = timedelta(seconds=30),
     ) -> None:
-        self._works = list(works)
+        self._works = [work for each in works for work in works_of(each)]
         self._concurrency = concurrency
         self._poll, self._grace = poll, grace
         self._listen = listen
-        self._dispatcher: Dispatcher | None = None
+        self._room: Room | None = None
         self._stopping = False
+        self._check_works()
         self._check(poll=poll, grace=grace)
 
     def stop(self) -> None:
         """Have :meth:`run` drain and return, now or as soon as it is called; may be called from any thread."""
         self._stopping = True
-        if self._dispatcher is not None:
-            self._dispatcher.stop()
+        if self._room is not None:
+            self._room.close()
 
     @contextmanager
-    def _serving(self, slots: Slots) -> Generator[Dispatcher, None, None]:
-        if self._dispatcher is not None:
+    def _serving(self, until: float | None = None) -> Generator[Room, None, None]:
+        if self._room is not None:
             raise UsageError(f"{self!r} is at work already; make another one.")
-        dispatcher = Dispatcher(self._works, slots, self._concurrency, self._poll, self._grace)
-        self._dispatcher = dispatcher
+        room = Room(self._concurrency, until)
+        self._room = room
         if self._stopping:
-            dispatcher.stop()
+            room.close()
         try:
-            yield dispatcher
+            yield room
         finally:
-            self._dispatcher, self._stopping = None, False
+            self._room, self._stopping = None, False
+
+    def _dispatcher_of(self, works: Sequence[AnyWork], slots: Slots, room: Room) -> Dispatcher:
+        return Dispatcher(works, slots, room, self._poll, self._grace)
 
     def _log_start(self) -> None:
         log.info("working on %s", ", ".join(work.verbs.runs.entity.__name__ for work in self._works))
@@ -362,19 +366,6 @@ class Serving(Generic[WorkT]):
     def _check(self, **durations: timedelta) -> None:
         """Refuse what a worker cannot work with, naming the parameter and the remedy."""
         name = type(self).__name__
-        for work in self._works:
-            if type(work) is not self._kind:
-                raise ConfigurationError(
-                    f"{work!r} is not what {name} carries out; pass what handled_by() returns, of AsyncRuns to "
-                    "AsyncWorker and of Runs to Worker."
-                )
-        if len({work.verbs for work in self._works}) < len(self._works):
-            raise ConfigurationError(
-                f"{name} was given two handlers for the same runs, which would be left to chance; make it one handler "
-                "that looks at run.row, or a subclass of the model for each."
-            )
-        if not self._works:
-            raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")
         require_durations(self, **durations)
         for parameter, duration in durations.items():
             if duration < timedelta(0):
@@ -384,8 +375,36 @@ class Serving(Generic[WorkT]):
         if not isinstance(cast(object, self._concurrency), int) or self._concurrency < 1:
             raise ConfigurationError(f"{name}(concurrency={self._concurrency!r}): a whole number of at least 1.")
 
+    def _check_works(self) -> None:
+        name = type(self).__name__
+        for work in self._works:
+            if isinstance(work, AsyncWork) and AsyncWork not in self._kinds:
+                raise ConfigurationError(
+                    f"{work!r} is carried out by an event loop, which {name} has none of; pass what handled_by() "
+                    "returns to AsyncWorker, of sqla_durable.asyncio, which takes both forms."
+                )
+            if type(work) not in self._kinds:
+                raise ConfigurationError(
+                    f"{work!r} is not what {name} carries out; pass what handled_by() returns, of AsyncRuns to "
+                    "AsyncWorker and of Runs to either worker, or an object that has works()."
+                )
+        if len({work.verbs for work in self._works}) < len(self._works):
+            raise ConfigurationError(
+                f"{name} was given two handlers for the same runs, which would be left to chance; make it one handler "
+                "that looks at run.row, or a subclass of the model for each."
+            )
+        if not self._works:
+            raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._works!r}>"
+
+
+def works_of(given: WorkT | HasWorks[WorkT]) -> Sequence[WorkT]:
+    """Return the works that something stands for; what stands for none is for the worker to refuse."""
+    if isinstance(given, (AnyWork, type)) or not callable(getattr(given, "works", None)):
+        return [cast(WorkT, given)]
+    return given.works()
 
 
 def report(work: AnyWork, holder: Holder[Any], outcome: Outcome) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Engine
@@ -96,7 +97,7 @@ class Heartbeat:
         with self._lock:
             watched = _with_batches(self._carried_out)
         wake_at = min([next_beat, *(_asks(holder) for holder in watched)])
-        self._changed.wait(max(0.0, wake_at - time.monotonic()))
+        self._store.sessions.block(partial(self._changed.wait, max(0.0, wake_at - time.monotonic())))
 
     def _beat(self, engine: Engine, watched: Mapping[Holder[Any], _OnLost]) -> None:
         for holder in watched:

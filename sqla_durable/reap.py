@@ -158,11 +158,13 @@ def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Updat
     kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
     # From the lapse on, not from its discovery: a run that nobody looked at for an hour has waited long enough.
     due_again = runs.lease_expires_at + clock.backoff(runs.lifecycle.retry, runs.attempts)
+    resumable = runs.resumable()
+    owner: Any = runs.lease_owner if resumable is None else case((resumable, runs.lease_owner))
     changes: dict[Column[Any], Any] = {
         runs.status: _by_fate(runs, runs.constant),
         runs.lease_expires_at: null(),
         # The owner stays noted on a run that goes back to ready: until someone else claims it, its holder may resume.
-        runs.lease_owner: _by_fate(runs, lambda to: runs.lease_owner if to == kept else null()),
+        runs.lease_owner: _by_fate(runs, lambda to: owner if to == kept else null()),
         runs.available_at: _by_fate(runs, lambda to: due_again if to == kept else runs.available_at),
         runs.finished_at: _by_fate(runs, lambda to: clock.stamp() if to in machine.terminal else null()),
         runs.error: error,

@@ -169,6 +169,10 @@ class RunRows(Rows[RunT]):
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
         return ()
 
+    def resumable(self) -> ColumnElement[bool] | None:
+        """What must hold for the holder of a run that was reaped to ready to take it back; None where it always may."""
+        return None
+
     def upon_landing(self, landed: ColumnElement[bool]) -> Mapping[Column[Any], Any]:  # noqa: ARG002 - of those that do
         """What else a statement that may land a run sets, in terms of the row as it was.
 

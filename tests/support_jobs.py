@@ -131,5 +131,7 @@ class StoppableStep(ReceiptMixin[Stoppable], JobBase):
 def add_jobs(engine: Engine, job: type[Any], count: int) -> list[int]:
     """Create the tables of the jobs, and that many ready ones."""
     JobBase.metadata.create_all(engine)
+    if not count:
+        return []
     with engine.begin() as connection:
         return list(connection.scalars(insert(job).returning(job.id), [{}] * count))

@@ -1,4 +1,4 @@
-"""Workers of both forms behind one face, each at work in a thread of its own with an engine of its own."""
+"""Workers of every form behind one face, each at work in a thread of its own with an engine of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable import Ending, Runs, Worker
-from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
+from sqla_durable import Ending, Runs, Work, Worker
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.support import DEADLINE, Background, Plan, PlanStep, eventually
 from tests.support_async import Facade
 
 BOTH = ["sync", "async"]
+MIXED = "mixed"
+"""An AsyncWorker that carries out the first of what it is given in threads, and what follows in tasks."""
 ONE_AND_SLOWLY_THE_OTHER = ["sync", pytest.param("async", marks=pytest.mark.slow)]
 Handler = Callable[[Any], None]
 Handled = tuple[type[Any], type[Any], Handler]
@@ -96,10 +98,15 @@ class Crew:
 
     async def _over_asyncio(self, verb: str, *arguments: Any) -> Any:
         engine = create_async_engine(self._url, **self._engine_options)
-        factory = async_sessionmaker(engine)
-        works = [
+        beside = create_engine(self._url, **self._engine_options)
+        factory, sync_factory = async_sessionmaker(engine), sessionmaker(beside)
+        in_threads = 1 if self.form == MIXED else 0
+        works: list[Work | AsyncWork] = [
+            Runs(sync_factory, run, receipt).handled_by(handler) for run, receipt, handler in self._handled[:in_threads]
+        ]
+        works += [
             AsyncRuns(factory, run, receipt).handled_by(as_async_handler(handler))
-            for run, receipt, handler in self._handled
+            for run, receipt, handler in self._handled[in_threads:]
         ]
         self.worker = AsyncWorker(*works, **self._options)
         try:
@@ -107,6 +114,7 @@ class Crew:
         finally:
             assert not engine.pool.checkedout()  # type: ignore[attr-defined]
             await engine.dispose()
+            beside.dispose()
 
 
 @contextmanager

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Engine
 
+import sqla_durable.asyncio
 from sqla_durable import Runs
-from tests.support_cli import ROOT, call, importable, real, refused
+from tests.support_cli import ROOT, call, importable, made, real, refused
 
 SOURCE = '''
 import asyncio
@@ -123,7 +126,41 @@ def test_an_error_of_ours_that_ends_it_is_one_line(tmp_path: Path) -> None:
 def test_what_is_no_worker_is_refused(monkeypatch: pytest.MonkeyPatch, given: object) -> None:
     exit_code, line = refused("worker", f"{importable(monkeypatch, given=given)}:given")
     assert exit_code == 2
-    assert line.endswith("; expected a Worker, an AsyncWorker, or a callable that returns one of these.")
+    assert line.endswith(
+        "; expected a Worker, an AsyncWorker, what one is made with, or a callable that returns one of these."
+    )
+
+
+class Declared:
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def works(self) -> Any:
+        return self._works
+
+
+def test_what_a_worker_is_made_with_is_given_to_the_worker_that_can_carry_it_out(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    work = made("sync", engine).handled_by(print)
+    async_work = made("asyncio", engine).handled_by(lambda run: run.renew())
+    ran: list[tuple[str, Any]] = []
+
+    def run(worker: Any) -> None:
+        ran.append((type(worker).__name__, worker._works))
+
+    monkeypatch.setattr(sqla_durable.Worker, "run", run)
+    monkeypatch.setattr(sqla_durable.asyncio.AsyncWorker, "run", run)
+    for given in (work, Declared(work), lambda: Declared(work), async_work, Declared(work, async_work)):
+        assert call("worker", f"{importable(monkeypatch, given=given)}:given").exit_code == 0
+    alone = ("Worker", [work])
+    assert ran == [alone, alone, alone, ("AsyncWorker", [async_work]), ("AsyncWorker", [work, async_work])]
+
+
+def test_works_that_no_worker_carries_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    exit_code, line = refused("worker", f"{importable(monkeypatch, given=Declared('text'))}:given")
+    assert exit_code == 1
+    assert "'text' is not what Worker carries out" in line
 
 
 def test_a_callable_that_returns_nothing_is_told_from_an_object(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def life(functions: Functions[DurableRun], wire: Wire) -> dict[str, int]:
         [holder] = verbs.claim_due(1)
     costs["claim"] = count.round_trips
     with wire.counting() as count:
-        assert functions.works()[0].execute(holder) is None
+        assert functions.works()[0].execute(holder, lambda: None) is None
     costs["body with one step"] = count.round_trips
     with wire.counting() as count:
         assert verbs.conclude(holder).status is FunctionStatus.DONE

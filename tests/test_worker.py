@@ -434,7 +434,6 @@ def test_what_a_worker_cannot_carry_out_is_refused_with_the_remedy(session_facto
     async_plans = AsyncRuns(async_sessionmaker(create_async_engine("postgresql+psycopg://")), Plan, PlanStep)
     wrong: list[tuple[Any, Any]] = [
         (Worker, async_plans.handled_by(lambda run: run.renew())),
-        (AsyncWorker, plans.handled_by(one_step)),
         (Worker, plans),
         (AsyncWorker, async_plans),
         (Worker, one_step),

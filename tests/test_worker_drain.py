@@ -18,7 +18,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import DurableError, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
-from sqla_durable.dispatch import Dispatcher, Wake
+from sqla_durable.dispatch import Dispatcher
+from sqla_durable.room import Wake
 from tests.support import (
     Background,
     Plan,
@@ -284,8 +285,8 @@ def test_a_cancellation_that_comes_together_with_a_wake_up_is_not_lost(engine: E
         worker = AsyncWorker(plans.handled_by(lambda run: run.renew()), listen=False, poll=timedelta(hours=1))
         working = asyncio.create_task(worker.run())
         await asyncio.sleep(0.3)
-        assert worker._dispatcher is not None
-        worker._dispatcher._slots._wake(Wake.FREED)  # type: ignore[attr-defined]
+        assert worker._room is not None
+        worker._room._shares[0].wake.__self__._wake(Wake.FREED)  # type: ignore[attr-defined]
         for _ in range(turns):
             await asyncio.sleep(0)
         working.cancel()

@@ -14,7 +14,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from sqlalchemy.types import String, TypeDecorator
 
 from sqla_durable import Ending, ReceiptMixin, Run, RunMixin, Runs, Worker
-from sqla_durable.dispatch import Dispatcher
 from sqla_durable.verbs import Verbs
 from tests.support import (
     DEADLINE,
@@ -84,10 +83,10 @@ def test_a_lock_on_one_row_holds_the_slot_of_no_other_run(
             eventually(lambda: len(plans._verbs.claims.landings._waiting) == 4, "the others behind the first")
             open_gate()
         wait_until_blocked(engine, 2)
-        dispatcher = worker._dispatcher
-        assert isinstance(dispatcher, Dispatcher)
-        eventually(lambda: len(dispatcher._active) == 2, "the slots of the others")
-        assert {holder.lease.identity[0] for holder in dispatcher._active} == set(idents[1:3])
+        assert worker._room is not None
+        [share] = worker._room._shares
+        eventually(lambda: len(share.active) == 2, "the slots of the others")
+        assert {holder.lease.identity[0] for holder in share.active} == set(idents[1:3])
     worker.stop()
     background.result()
     own.dispose()
@@ -106,7 +105,7 @@ def test_what_a_run_started_that_ended_during_a_claim_is_carried_out_by_the_same
         claimed = claim_due(verbs, limit)
         if not claimed and not claimed_nothing.is_set():
             claimed_nothing.set()
-            eventually(lambda: worker._dispatcher and not worker._dispatcher._active, "the end of the first")
+            eventually(lambda: worker._room and not worker._room._shares[0].active, "the end of the first")
         return claimed
 
     def carry_out(run: Run[Plan]) -> None:

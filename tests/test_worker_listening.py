@@ -147,7 +147,7 @@ def test_a_listener_takes_no_connection_of_the_pool_and_is_gone_with_its_worker(
         eventually(lambda: listeners(engine), "a listener")
         ident = approved_plan(session_factory)
         eventually(executed(engine, ident), "the run")
-    assert listeners(engine) == 0
+    eventually(lambda: not listeners(engine), "the end of its backend")
 
 
 def test_workers_of_several_classes_of_one_engine_listen_on_one_connection(engine: Engine) -> None:

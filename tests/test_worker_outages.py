@@ -16,7 +16,7 @@ from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import Worker, embedded
-from sqla_durable.verbs import Verbs
+from sqla_durable.claims import Claims
 from tests.support import (
     Background,
     Base,
@@ -246,18 +246,18 @@ def test_what_one_statement_of_a_claim_has_committed_is_carried_out_though_the_n
     with engine.begin() as connection:
         past = func.clock_timestamp() - timedelta(hours=1)
         connection.execute(model.run.__table__.update().where(model.run.id == lapsed).values(lease_expires_at=past))
-    claim_once = Verbs._claim_once
+    claim_once = Claims._claim_once
     cut_off: list[int] = []
 
-    def second_fails(verbs: Verbs[Any], connection: Any, limit: int) -> Any:
+    def second_fails(claims: Claims[Any], connection: Any, limit: int) -> Any:
         if limit < 10 and not cut_off:
             cut_off.append(limit)
             with engine.connect() as other:
                 pid = connection.connection.driver_connection.info.backend_pid
                 assert other.scalar(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid})
-        return claim_once(verbs, connection, limit)
+        return claim_once(claims, connection, limit)
 
-    monkeypatch.setattr(Verbs, "_claim_once", second_fails)
+    monkeypatch.setattr(Claims, "_claim_once", second_fails)
     with working(form, engine, (model.run, model.receipt, lambda run: None)):
         all_done(engine, 2, model)
     assert cut_off == [9]

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable.dispatch import AnyWork, AsyncWork, Ended, Serving, Wake, log, report
+from sqla_durable.dispatch import AsyncWork, Ended, Serving, Work, log, report
 from sqla_durable.execution import Ending, Outcome, let_go
 from sqla_durable.holder import Holder
 from sqla_durable.listening import Listening
-from sqla_durable.worker import RELEASING, signals
+from sqla_durable.room import Room, Wake
+from sqla_durable.threads import RELEASING, Threads
+from sqla_durable.worker import signals
 
 _HEEDING = 1.0
 
 
-class AsyncWorker(Serving[AsyncWork]):
+class AsyncWorker(Serving[Work | AsyncWork]):
     """Carries out due runs of any number of classes, several at a time, in tasks. See :class:`.Worker`.
 
     ::
@@ -29,7 +32,11 @@ class AsyncWorker(Serving[AsyncWork]):
         worker = AsyncWorker(plans.handled_by(carry_out), concurrency=100)
         asyncio.run(worker.run())
 
-    :param works: what :meth:`.AsyncRuns.handled_by` returns; they take turns to be claimed first.
+    What :class:`.Runs` are to carry out with ordinary functions is done in threads beside the event loop; it shares
+    ``concurrency``, the signals and the drain.
+
+    :param works: what ``handled_by()`` of :class:`.AsyncRuns` and of :class:`.Runs` returns, or objects that have
+     ``works()``, such as :class:`.Functions`; those of a form take turns to be claimed first.
     :param concurrency: how many runs are carried out at a time.
     :param poll: how long to wait until the next look where nothing was due; each time a quarter more or less.
     :param listen: whether to be woken by notifications.
@@ -37,20 +44,19 @@ class AsyncWorker(Serving[AsyncWork]):
     :raises ConfigurationError: for something that is not a work, or a value out of its range.
     """
 
-    _kind = AsyncWork
+    _kinds = (Work, AsyncWork)
 
     async def run(self) -> None:
         """Work until told to stop, then drain. See :meth:`.Worker.run`.
 
-        What is left after the grace time is cancelled, and so released. A cancellation of this call does the same at
-        once.
+        What is left after the grace time is cancelled, and so released; a handler in a thread goes on, and can write
+        nothing any more. A cancellation of this call does the same at once.
         """
-        slots = _Tasks()
-        with self._serving(slots) as dispatcher, signals(self):
+        with self._serving() as room, signals(self):
             self._log_start()
-            listening = Listening(self._works if self._listen else [], lambda: slots.wake(Wake.DUE))
+            listening = Listening(self._works if self._listen else [], lambda: room.wake(Wake.DUE))
             try:
-                await slots.beside(greenlet_spawn(dispatcher.run))
+                await self._work_in(room)
             finally:
                 await asyncio.to_thread(listening.stop)
             log.info("stopped")
@@ -58,16 +64,60 @@ class AsyncWorker(Serving[AsyncWork]):
     async def run_due(self, budget: timedelta) -> Counter[Ending]:
         """Carry out what is due, until nothing is or the time is up. See :meth:`.Worker.run_due`."""
         self._check(budget=budget)
+        with self._serving(time.monotonic() + budget.total_seconds()) as room:
+            await self._work_in(room)
+            return Counter(room.endings)
+
+    async def _work_in(self, room: Room) -> None:
+        """Dispatch what is done in tasks from a task, and what is done in threads from a thread: neither waits."""
+        in_tasks = [work for work in self._works if isinstance(work, AsyncWork)]
+        in_threads = [work for work in self._works if isinstance(work, Work)]
         slots = _Tasks()
-        with self._serving(slots) as dispatcher:
-            await slots.beside(greenlet_spawn(dispatcher.run, until=time.monotonic() + budget.total_seconds()))
-            return Counter(dispatcher.endings)
+        with Threads(self._concurrency) as threads:
+            dispatchers = [self._dispatcher_of(in_threads, threads, room)] if in_threads else []
+            beside = [_in_thread(dispatcher.run) for dispatcher in dispatchers]
+            try:
+                if in_tasks:
+                    await slots.beside(greenlet_spawn(self._dispatcher_of(in_tasks, slots, room).run))
+                await _within(None, beside)
+            except BaseException as interruption:
+                if not isinstance(interruption, Exception):
+                    room.desert()
+                await _within(None, beside)
+                raise
+            for ended in beside:
+                ended.result()
+
+
+def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Do it in a daemon thread, which the process does not wait for as it does for those of an executor."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def do() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001 - it is raised where the thread is waited for
+            error = raised
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(tell, error)
+
+    def tell(error: BaseException | None) -> None:
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    threading.Thread(target=do, name="sqla_durable dispatcher", daemon=True).start()
+    return ended
 
 
 class _Tasks:
     """A task for each run."""
 
     claims: ClassVar[bool] = False
+    held_up: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,7 +132,7 @@ class _Tasks:
         finally:
             await self._release(list(self._tasks))
 
-    def start(self, work: AnyWork, holder: Holder[Any], ended: Ended) -> None:
+    def start(self, work: AsyncWork, holder: Holder[Any], ended: Ended) -> None:
         def done(task: asyncio.Task[Outcome | None]) -> None:
             del self._tasks[holder]
             ended(holder, None if task.cancelled() or task.exception() else task.result())()
@@ -123,9 +173,9 @@ class _Tasks:
         left = [holder for holder in holders if not holder.ended and holder.lost is None]
         await _within(RELEASING, [asyncio.create_task(greenlet_spawn(let_go, holder)) for holder in left])
 
-    async def _carry_out(self, work: AnyWork, holder: Holder[Any]) -> Outcome | None:
+    async def _carry_out(self, work: AsyncWork, holder: Holder[Any]) -> Outcome | None:
         try:
-            outcome = await cast(Coroutine[Any, Any, Outcome], work.execute(holder))
+            outcome = await work.execute(holder)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException:  # noqa: BLE001 - one failing run never stops the others
@@ -135,6 +185,6 @@ class _Tasks:
         return outcome
 
 
-async def _within(seconds: float, tasks: Collection[asyncio.Task[Any]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks, timeout=seconds)
+async def _within(seconds: float | None, waited_for: Collection[asyncio.Future[Any]]) -> None:
+    if waited_for:
+        await asyncio.wait(waited_for, timeout=seconds)

@@ -6,14 +6,17 @@ import inspect
 import logging
 import sys
 from enum import StrEnum
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from sqla_durable.cli.form import new_loop
 from sqla_durable.cli.target import find
+from sqla_durable.dispatch import AnyWork, AsyncWork, works_of
+from sqla_durable.worker import Worker
 
-EXPECTED = "a Worker, an AsyncWorker, or a callable that returns one of these"
+EXPECTED = "a Worker, an AsyncWorker, what one is made with, or a callable that returns one of these"
 
 
 class Level(StrEnum):
@@ -38,12 +41,25 @@ def worker(
     logging.basicConfig(
         level=log_level.value, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    found: Any = find(target, _runs, EXPECTED)
-    running = found.run()
+    running = _worker(find(target, _is_wanted, EXPECTED)).run()
     if inspect.iscoroutine(running):
         with new_loop() as loop:
             loop.run(running)
 
 
-def _runs(found: object) -> bool:
-    return not isinstance(found, type) and callable(getattr(found, "run", None))
+def _is_wanted(found: object) -> bool:
+    return not isinstance(found, type) and (_has_works(found) or callable(getattr(found, "run", None)))
+
+
+def _has_works(found: object) -> bool:
+    return isinstance(found, AnyWork) or callable(getattr(found, "works", None))
+
+
+def _worker(found: Any) -> Any:
+    """Return the worker; one with the defaults where only what to carry out was given."""
+    if not _has_works(found):
+        return found
+    if not any(isinstance(work, AsyncWork) for work in works_of(found)):
+        return Worker(found)
+    # Not imported before: it needs greenlet, and whoever has made such a work has imported it.
+    return import_module("sqla_durable.asyncio").AsyncWorker(found)

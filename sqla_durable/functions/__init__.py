@@ -3,6 +3,7 @@
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.functions import Functions
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, function_lifecycle, function_statuses
 from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 
@@ -14,6 +15,7 @@ __all__ = [
     "FunctionStatus",
     "FunctionSummary",
     "Functions",
+    "Rate",
     "function_lifecycle",
     "function_statuses",
 ]

@@ -10,22 +10,26 @@ from uuid import UUID
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable.dispatch import Work, in_slot
+from sqla_durable.changes import OnMismatch
+from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionStatus, FunctionT
 from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
-from sqla_durable.runs import SyncSessions, plain, refuse_coroutine
+from sqla_durable.runs import SyncSessions, plain, refuse_coroutine, work_of
+from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+ReplyT = TypeVar("ReplyT")
 When = datetime | timedelta | ColumnElement[datetime]
 """When a run is due: an aware datetime, an SQL expression, or a duration from now on the database's clock."""
 NO_INPUT: Final[Any] = object()
@@ -47,7 +51,9 @@ class Functions(Generic[FunctionT]):
     :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function, in all workers.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -57,10 +63,12 @@ class Functions(Generic[FunctionT]):
         run: type[FunctionT],
         receipt: type[ReceiptMixin[Any]],
         *,
+        signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
+        concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("Functions")
-        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, owner, self._registry)
+        self._registry = Registry("Functions", concurrency_per_tenant)
+        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -74,6 +82,11 @@ class Functions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[FunctionRun[Any], P], OutputT]], Callable[Concatenate[FunctionRun[Any], P], OutputT]
     ]:
@@ -87,14 +100,31 @@ class Functions(Generic[FunctionT]):
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
          timed out; None for any time. Waiting in the database does not count.
-        :raises ConfigurationError: where the name is taken, or the function could not be called so.
+        :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
+        :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
+        :param rate: how many may be started in a time by all workers.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
+         receipts are found, and a keyed step goes on with the idempotency key that it had at first.
+        :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
+         share a receipt.
         """
 
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
             refuse_coroutine(body)
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name,
+                body,
+                retry=retry,
+                max_duration=max_duration,
+                concurrency=concurrency,
+                concurrency_per_tenant=concurrency_per_tenant,
+                rate=rate,
+                on_mismatch=on_mismatch,
+                aliases=aliases,
+            )
             return body
 
         return register
@@ -236,6 +266,76 @@ class Functions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_many(session, function, [(each,) for each in every], keys, values)
 
+    def signal(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        type_: Any = Any,
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction: it is sent if, and only if, the caller commits.
+
+        A run that waits for it, with ``run.wait()`` or ``run.answer()``, becomes due; one that does not wait yet finds
+        it when it comes to that. See :meth:`.Runs.signal`.
+
+        :param name: the signal's, from 1 to 200 printable characters.
+        :param payload: what the run is handed: a JSON value, a pydantic model, a dataclass.
+        :param type_: how the payload is stored, as an annotation would say it; by default as what it is.
+        :return: True if it was sent; False where the run has landed.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.signal(session, handle, name, payload, type_)
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ReplyT],
+    ) -> ReplyT: ...
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any: ...
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any:
+        """Send a signal in a transaction of its own, and return what the run replies with ``run.answer()``.
+
+        :param timeout: for how long to wait for the reply.
+        :param returns: what the reply is decoded as; by default plain JSON.
+        :raises UpdateFailed: where what the run called to answer it has failed for good.
+        :raises UpdateTimeout: where no reply came in time; the signal stays sent.
+        :raises NotAnswered: where the run has ended without a reply, or has taken the signal with ``run.wait()``.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        """
+        return self._verbs.update(handle, name, payload, type_, returns, timeout)
+
     def request_cancel(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled; the first instant is kept.
 
@@ -254,6 +354,41 @@ class Functions(Generic[FunctionT]):
         :raises InputError: where it is not one that the function takes, or it takes none.
         """
         return self._verbs.decode_input(function, value)
+
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction.
+
+        It has the function, input, tenant, priority and your own columns of the other, and the receipts of its steps
+        that had succeeded before that step; it begins with them, and does the rest. The other run is untouched, in
+        whatever status it is, and is not waited for. Keyed steps that are done again are called with other idempotency
+        keys: the fork is another run.
+
+        :param session: the caller's session, which is flushed first; nothing is committed here.
+        :param handle: the run that is forked.
+        :param from_step: the key of the first step that is done again; it has a receipt, of success or not.
+        :param key: the idempotency key of the fork; with it, the same fork returns the same run.
+        :param run_at: as for :meth:`start`.
+        :param priority: that of the run that is forked, by default.
+        :param values: attributes of your own on the run class that are to differ.
+        :raises UsageError: where there is no receipt of that step, naming those there are; or where a step before it,
+         an operation or a wait, has not ended.
+        :raises RunNotFound: where there is no such run.
+        :raises KeyConflict: where the key belongs to another run.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        values |= {"available_at": run_at, "priority": priority}
+        return self._verbs.fork(session, handle, from_step, key, values)
 
     # observing
 
@@ -307,7 +442,7 @@ class Functions(Generic[FunctionT]):
          where it was cancelled, or ran past its deadline.
         :raises RunNotLanded: where it has not landed in time; it goes on.
         :raises RunNotFound: where there is no such run.
-        :raises ReceiptMismatch: where the recorded result does not decode as what the function returns now.
+        :raises ResultMismatch: where the recorded result does not decode as what the function returns now.
         """
         output: OutputT = self._verbs.result(handle, timeout, session)
         return output
@@ -428,12 +563,7 @@ class Functions(Generic[FunctionT]):
 
     def works(self) -> Sequence[Work]:
         """Return what a :class:`.Worker` carries out; ``Worker(functions)`` calls it."""
-
-        def carry_out(holder: Holder[FunctionT]) -> None:
-            with in_slot():
-                self._carry_out(holder)
-
-        return [Work(self._verbs, lambda holder: self._verbs.begin(holder, carry_out, at_once=True))]
+        return [work_of(self._verbs, self._carry_out)]
 
     def _carry_out(self, holder: Holder[FunctionT]) -> None:
         definition, given = self._verbs.prepare(holder)

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Mapped, Mapper, declared_attr, mapped_column
 from sqla_durable import wake
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin
+from sqla_durable.functions.pacing import PacedMixin
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
@@ -23,6 +24,7 @@ from sqla_durable.retry import Retry
 from sqla_durable.rows import bound
 from sqla_durable.run import RunMixin, RunRows
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 
 NAME_LENGTH: Final = 200
 TENANT_LENGTH: Final = 200
@@ -92,7 +94,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, WaitMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.
@@ -156,6 +158,7 @@ class FunctionRows(RunRows[FunctionT]):
         self.result: Column[Any] = self.column("output")
         self.output = self.result
         self.state = self.column("state")
+        self.paced_at = self.column("paced_at")
         self.awaited = self.column("awaited")
         self.tells: Callable[[], bool] = lambda: True
         """Says whether a statement may send a notification."""
@@ -171,6 +174,10 @@ class FunctionRows(RunRows[FunctionT]):
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """Only runs of functions that this process knows; with the parameter ``functions``."""
         return (self.function == any_(bound("functions", ARRAY(String()))),)
+
+    def resumable(self) -> ColumnElement[bool]:
+        """Only a run that was not claimed under a limit: the place of one that was may be another's."""
+        return self.paced_at.is_(None)
 
 
 def _configure(mapper: Mapper[Any]) -> None:

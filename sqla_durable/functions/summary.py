@@ -29,6 +29,7 @@ class FunctionSummary(RunSummary):
     :param key: the idempotency key that it was started with.
     :param tenant: whose run it is.
     :param priority: its priority.
+    :param waits_for: the name of the signal that it waits for.
     :param steps: how many of its steps have succeeded so far.
     :param last_step: the key of the one that succeeded last.
     :param published: what the function has published of its progress, as JSON text.
@@ -38,6 +39,7 @@ class FunctionSummary(RunSummary):
     key: str | None
     tenant: str | None
     priority: int
+    waits_for: str | None
     steps: int
     last_step: str | None
     published: str | None

@@ -25,35 +25,28 @@ from sqla_durable.exc import (
     ReceiptMismatch,
     RunCancelled,
     RunFailed,
+    RunInputMismatch,
     RunNotLanded,
     RunTimedOut,
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
+from sqla_durable.functions.forking import Fork
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionStatus, FunctionT
 from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
 from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
 from sqla_durable.ground import Sessions
-from sqla_durable.holder import Holder
+from sqla_durable.holder import Holder, stored_key
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
-from sqla_durable.rows import AnyRow, arguments, bound
+from sqla_durable.rows import AnyRow, bound
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
-
-
-class FunctionClaims(Claims[FunctionT]):
-    """Claims the runs of the functions that this process knows."""
-
-    registry: Registry
-
-    def terms(self) -> dict[str, Any]:
-        """What a claim is executed with, besides a key."""
-        return {**super().terms(), **arguments(functions=self.registry.names())}
 
 
 class FunctionVerbs(Verbs[FunctionT]):
@@ -62,6 +55,7 @@ class FunctionVerbs(Verbs[FunctionT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param signals: its signal class, if it has one.
     :param owner: the holder's name.
     :param registry: the functions that this process knows.
     """
@@ -69,7 +63,13 @@ class FunctionVerbs(Verbs[FunctionT]):
     summary = FunctionSummary
 
     def __init__(
-        self, sessions: Sessions, run: type[FunctionT], receipt: type[Any], owner: str | None, registry: Registry
+        self,
+        sessions: Sessions,
+        run: type[FunctionT],
+        receipt: type[Any],
+        signals: type[Any] | None,
+        owner: str | None,
+        registry: Registry,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, FunctionMixin)):
@@ -77,16 +77,14 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, rows=FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, signals, rows=FunctionRows), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
         self.waiting = Waiting(self.store, self.rows)
         self.rows.tells = lambda: self.waiting.tells
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
-        claims: FunctionClaims[FunctionT] = FunctionClaims(self.store, self.reading, owner)
-        claims.registry = self.registry
-        return claims
+        return FunctionClaims(self.store, self.reading, owner, self.registry)
 
     # starting
 
@@ -150,6 +148,29 @@ class FunctionVerbs(Verbs[FunctionT]):
             takes = definition.input.annotation
             raise InputError(f"function {definition.name!r} takes {takes}, not {value!r:.200}: {why}") from error
 
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any],
+        from_step: str | int,
+        key: str | None,
+        values: dict[str, Any],
+    ) -> FunctionHandle[Any]:
+        """See :meth:`.Functions.fork`."""
+        if twice := sorted({"function", "input", "tenant", "max_attempts"}.intersection(values)):
+            raise UsageError(f"fork({twice[0]}=...) is that of the run that is forked; leave it out.")
+        given = {name: value for name, value in values.items() if value is not None}
+        step = stored_key(from_step)
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            connection = self.store.callers_connection(session)
+            source = self.id_of(connection, handle)
+            former = self.registry.former_keys(handle.function, step)
+            forking = Fork(self.rows, self.store.receipts, connection, notify=not session.twophase)
+            row = forking.run(source, [step, *former], key, given)
+        return FunctionHandle(row[1], row[0], key, row[2])
+
     # carrying out
 
     def prepare(self, holder: Holder[FunctionT]) -> tuple[Definition, tuple[Any, ...]]:
@@ -158,13 +179,19 @@ class FunctionVerbs(Verbs[FunctionT]):
         definition = self.registry.of(row.function)
         if definition.retry is not None:
             holder.retry = definition.retry
-        return definition, definition.arguments(row.input)
+        holder.changes = definition.changes
+        try:
+            return definition, definition.arguments(row.input)
+        except RunInputMismatch as error:
+            holder.mismatched(error)
 
     def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
         """Take what a body has returned as the result of the whole run, to be written by its landing.
 
         :raises ResultError: where it would not come back equal.
+        :raises StepUnreached: where a step that has a receipt was not reached.
         """
+        holder.refuse_unreached()
         holder.output, _ = definition.output.round_trip(result, f"the end of {definition.name}")
 
     def publish(self, holder: Holder[FunctionT], state: object) -> None:
@@ -180,6 +207,24 @@ class FunctionVerbs(Verbs[FunctionT]):
     def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.request_cancel`."""
         return self.request_cancel(session, self.ident(handle, session))
+
+    def signal(
+        self, session: Session, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
+    ) -> bool:
+        """See :meth:`.Functions.signal`."""
+        return self.sending.signal(session, self.ident(handle, session), name, payload, type_)
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object,
+        type_: Any,
+        returns: Any,
+        timeout: timedelta,
+    ) -> Any:
+        """See :meth:`.Functions.update`."""
+        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout)
 
     def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.requeue`."""
@@ -273,7 +318,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         done = receipts.outcome == StepOutcome.SUCCEEDED.value
         steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
         last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
-        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority
+        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority, runs.waits_for
         return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
 
     def wanted(

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, in the synchronous form or over asyncio.
+"""A worker in a process of its own, in the synchronous form, over asyncio, or mixed: then there are two runs.
 
 Arguments: the database, the form, and the options of the worker as JSON, with durations in seconds. Beside them,
 ``model`` is ``plan``, or ``errand`` with a lease of one second; ``behaviour`` is what its runs do, one of those named
@@ -25,13 +25,14 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import Session, sessionmaker
 
 import sqla_durable.asyncio.worker
-import sqla_durable.worker
+import sqla_durable.threads
 from sqla_durable import LostLease, Run, Runs, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWorker
 from sqla_durable.holder import Holder
 from sqla_durable.verbs import Verbs
 from tests.support import Plan, PlanStep, write_entry
 from tests.support_brief import BRIEF
+from tests.support_jobs import Brief, BriefStep
 from tests.support_processes import hear, say
 
 NAME = "worker"
@@ -73,9 +74,11 @@ SYNC: dict[str, Callable[[Run[Any]], object]] = {
     "asks": lambda run: run.external("asks", hear),
     "asks, then writes": asks_then_writes,
     "two steps": two_steps,
+    "takes a second": lambda run: time.sleep(1),
     "hangs": lambda run: time.sleep(FOR_EVER),
     "hangs in step": lambda run: run.step("only", hangs_in_step),
     "kills": lambda run: kill_myself(),
+    "blocks": lambda run: time.sleep(FOR_EVER),
 }
 
 
@@ -142,6 +145,7 @@ ASYNC: dict[str, Callable[[AsyncRun[Any]], Awaitable[object]]] = {
     "asks": lambda run: run.external("asks", hears),
     "asks, then writes": asks_then_writes_over_asyncio,
     "two steps": two_steps_over_asyncio,
+    "takes a second": lambda run: asyncio.sleep(1),
     "hangs": lambda run: asyncio.sleep(FOR_EVER),
     "hangs in step": lambda run: run.step("only", hangs_in_async_step),
     "blocks": lambda run: blocks(),
@@ -162,6 +166,29 @@ async def work_over_asyncio(url: str, model: str, behaviour: str, **options: Any
     await engine.dispose()
 
 
+# mixed
+
+
+async def work_in_both_forms(url: str, behaviour: str, **options: Any) -> None:
+    def carry_out(run: Run[Any]) -> None:
+        say(["started", "in a thread"])
+        SYNC[behaviour](run)
+        say("finished")
+
+    async def carry_out_over_asyncio(run: AsyncRun[Any]) -> None:
+        say(["started", "in a task"])
+        await ASYNC[behaviour](run)
+        say("finished")
+
+    engine, async_engine = create_engine(url), create_async_engine(url)
+    await AsyncWorker(
+        Runs(sessionmaker(engine), Brief, BriefStep).handled_by(carry_out),
+        AsyncRuns(async_sessionmaker(async_engine), *BRIEF).handled_by(carry_out_over_asyncio),
+        **options,
+    ).run()
+    await async_engine.dispose()
+
+
 def stop_when_claimed() -> None:
     """Stop this process, as a debugger or a suspended machine would, right after its first claim."""
     claim_due = Verbs.claim_due
@@ -180,7 +207,7 @@ def stop_when_claimed() -> None:
 def main(url: str, form: str, given: str) -> None:
     logging.basicConfig(level=logging.INFO)
     options = json.loads(given)
-    sqla_durable.worker.RELEASING = sqla_durable.asyncio.worker.RELEASING = options.pop("releasing")
+    sqla_durable.threads.RELEASING = sqla_durable.asyncio.worker.RELEASING = options.pop("releasing")
     if options.pop("stops_when_claimed", False):
         stop_when_claimed()
     for name in ("poll", "grace"):
@@ -188,6 +215,8 @@ def main(url: str, form: str, given: str) -> None:
             options[name] = timedelta(seconds=options[name])
     if form == "sync":
         work(url, **options)
+    elif form == "mixed":
+        asyncio.run(work_in_both_forms(url, **options))
     else:
         asyncio.run(work_over_asyncio(url, **options))
     say("stopped")
