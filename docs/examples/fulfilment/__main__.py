@@ -39,7 +39,7 @@ def status(given: Given) -> str:
     waits = f" for {run.waits_for!r}" if run.waits_for else ""
     return (
         f"order {placed.id}: {placed.quantity} {placed.article} to {placed.address}, {placed.status}\n"
-        f"its run: {run.status}{waits}, {run.steps} steps, the last is {run.last_step!r}; {run.state or '-'}"
+        f"its run: {run.status}{waits}; steps done: {run.steps}; {run.state}"
     )
 
 
@@ -70,16 +70,16 @@ def send_back(given: Given) -> str:
 
 def stock(_: Given) -> str:
     with new_session() as session:
-        return ", ".join(f"{each.quantity} {each.article}" for each in session.scalars(select(Stock)))
+        return ", ".join(
+            f"{each.quantity} {each.article}" for each in session.scalars(select(Stock).order_by(Stock.article))
+        )
 
 
 def pay(given: Given) -> str:
     with payments.ledger() as book:
         book.conduct = given.conduct or book.conduct
-        most = max(book.requests.values(), default=0)
-        return (
-            f"{book.conduct}: {len(book.charges)} charges, {len(book.refunds)} refunds; asked up to {most} times for one"
-        )
+        asked = book.requests.total()
+        return f"{book.conduct}: {len(book.charges)} charges and {len(book.refunds)} refunds, in {asked} requests"
 
 
 def arguments() -> Given:

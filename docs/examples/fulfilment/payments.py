@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ class Conduct(StrEnum):
     DOWN = "down"
     """Nothing is taken."""
     SLOW = "slow"
-    """What is taken is answered three seconds later."""
+    """What is taken is answered five seconds later."""
 
 
 class PaymentsDown(ConnectionError):
@@ -60,11 +60,11 @@ def refuse_down(book: Ledger) -> None:
 
 def answer_in_time(book: Ledger) -> None:
     if book.conduct is Conduct.SLOW:
-        time.sleep(3)
+        time.sleep(5)
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
+def ledger() -> Generator[Ledger, None, None]:
     """What the service knows, written when the block ends; one process at a time."""
     file = Path(os.environ.get("PAYMENTS") or Path(tempfile.gettempdir(), "fulfilment-payments.json"))
     with file.with_suffix(".lock").open("w") as lock:

@@ -19,7 +19,7 @@ class Report(BaseModel):
 
 async def count_orders(session: AsyncSession, day: date) -> Report:
     counted = await session.execute(select(Order.status, func.count()).group_by(Order.status).order_by(Order.status))
-    return Report(day=day, orders={OrderStatus(status): number for status, number in counted.tuples()})
+    return Report(day=day, orders={OrderStatus(row[0]): row[1] for row in counted})
 
 
 @coroutines.function("report")

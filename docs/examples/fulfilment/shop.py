@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
