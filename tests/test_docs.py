@@ -332,7 +332,7 @@ def test_a_command_that_is_shown_exists(page: str, command: str) -> None:
         case ["pytest" | "ruff" | "mypy" | "pyright" | "lint-imports" | "sphinx-build" | "pre-commit" as tool, *_]:
             package = {"lint-imports": "import-linter", "sphinx-build": "sphinx"}.get(tool, tool)
             assert any(requirement.startswith(package) for requirement in PROJECT["optional-dependencies"]["dev"])
-        case _ if words[0] in {"export", "alembic", "curl", "uvicorn"} or "psql" in words:
+        case _ if words[0] in {"export", "alembic", "curl", "uvicorn", "kill"} or "psql" in words:
             pass  # tests/test_alembic_*.py do the same by Alembic's own functions, and tests/test_example_*.py run it
         case _:
             pytest.fail(f"{page} shows {command!r}; say in this test how such a command is checked")
