@@ -181,6 +181,7 @@ class Sending:
 
 def _type_of(payload: object, type_: Any) -> Any:
     """Return how a payload is stored: as is said, or else as what it is; a collection, as plain JSON."""
-    plain = payload is None or isinstance(payload, str | int | float | Iterable)
-    model = isinstance(payload, BaseModel) or is_dataclass(payload)
-    return type(payload) if type_ is Any and (model or not plain) else type_
+    kind: type[Any] = type(payload)
+    plain = payload is None or issubclass(kind, str | int | float | Iterable)
+    model = issubclass(kind, BaseModel) or is_dataclass(kind)
+    return kind if type_ is Any and (model or not plain) else type_
