@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import is_dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from pydantic import BaseModel
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
@@ -28,6 +26,7 @@ from sqla_durable.signal import SignalRows, signal_name
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 
+_PLAIN: Final = (str, int, float, list, dict, tuple, set, frozenset)
 _PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
 
@@ -179,9 +178,7 @@ class Sending:
         return replies(self._store.runs, self._store.signals)
 
 
-def _type_of(payload: object, type_: Any) -> Any:
-    """Return how a payload is stored: as is said, or else as what it is; a collection, as plain JSON."""
-    kind: type[Any] = type(payload)
-    plain = payload is None or issubclass(kind, str | int | float | Iterable)
-    model = issubclass(kind, BaseModel) or is_dataclass(kind)
-    return kind if type_ is Any and (model or not plain) else type_
+def _type_of(payload: Any, type_: Any) -> Any:
+    """Return how a payload is stored: as is said, or else as the model, dataclass or single value that it is."""
+    plain = payload is None or isinstance(payload, _PLAIN)
+    return payload.__class__ if type_ is Any and (is_dataclass(payload) or not plain) else type_
