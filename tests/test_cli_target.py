@@ -16,7 +16,9 @@ from tests.support_cli import FORMS, answered, importable, lines, made, real, re
 from tests.support_models import JobStatus, jobs, lifecycle
 from tests.test_models_inheritance import Fetch, Job, Single
 
-KINDS = "a Runs, an AsyncRuns, a run class with --url, or a callable that returns one of these."
+KINDS = (
+    "a Runs, an AsyncRuns, a Functions of either form, a run class with --url, or a callable that returns one of these."
+)
 
 
 @pytest.fixture(autouse=True)

@@ -83,6 +83,8 @@ class AsyncFunctions(Generic[FunctionT]):
         """The sessionmaker that it was made with."""
         self.run_class = run
         """The mapped class of its runs."""
+        self.receipt_class = receipt
+        """The mapped class of their receipts."""
 
     def function(
         self,
@@ -288,6 +290,10 @@ class AsyncFunctions(Generic[FunctionT]):
     async def request_cancel(self, session: AsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
         return await session.run_sync(self._verbs.cancel_function, handle)
+
+    def decode_input(self, function: Callable[..., Any] | str, value: object) -> Any:
+        """Return a JSON value as the input that a function takes. See :meth:`.Functions.decode_input`."""
+        return self._verbs.decode_input(function, value)
 
     async def fork(
         self,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sqla_durable.cli.target import find, is_run_class, is_runs
+from sqla_durable.cli.target import find, is_functions, is_run_class, is_runs
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.status import StatusMachine
 
@@ -27,7 +27,7 @@ def diagram(
 
 
 def _lifecycle(found: Any) -> Lifecycle[Any] | None:
-    owner: Any = found.run_class if is_runs(found) else found
+    owner: Any = found.run_class if is_runs(found) or is_functions(found) else found
     lifecycle: Any = owner.__lifecycle__ if is_run_class(owner) else owner
     return lifecycle if _is_lifecycle(lifecycle) else None
 
@@ -37,7 +37,8 @@ def _is_lifecycle(found: object) -> bool:
 
 
 def _drawable(found: object) -> bool:
-    return isinstance(found, StatusMachine) or _is_lifecycle(found) or is_runs(found) or is_run_class(found)
+    kinds = is_runs, is_functions, is_run_class, _is_lifecycle
+    return any(kind(found) for kind in kinds) or isinstance(found, StatusMachine)
 
 
 def _roles(lifecycle: Lifecycle[Any]) -> Mapping[StrEnum, str]:

@@ -9,6 +9,7 @@ from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.output import jsonable
 from sqla_durable.failure import Failure
+from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
 
 _TIMES = "created_at", "started_at", "finished_at", "available_at", "lease_expires_at", "cancel_requested_at"
@@ -28,6 +29,20 @@ def record_of(summary: RunSummary, idents: Idents, *, traceback: bool = False) -
         "age_seconds": _seconds(summary.age),
         "error": error_of(summary.failure, traceback=traceback),
         "cursor": summary.cursor,
+        **(_function_of(summary) if isinstance(summary, FunctionSummary) else {}),
+    }
+
+
+def _function_of(summary: FunctionSummary) -> dict[str, Any]:
+    return {
+        "function": summary.function,
+        "idempotency_key": summary.key,
+        "tenant": summary.tenant,
+        "priority": summary.priority,
+        "waiting": summary.waiting,
+        "steps": summary.steps,
+        "last_step": summary.last_step,
+        "state": summary.state,
     }
 
 

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from sqla_durable.cli.conditions import conditions_of
 from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.errors import CommandError
-from sqla_durable.cli.form import OpenRuns
+from sqla_durable.cli.form import OpenFunctions, OpenRuns, opened
 from sqla_durable.cli.idents import Idents
-from sqla_durable.cli.options import AsJson, Target, Url, age
+from sqla_durable.cli.options import (
+    AsJson,
+    ErrorText,
+    Function,
+    Key,
+    NewerThan,
+    OlderThan,
+    Owner,
+    Statuses,
+    Target,
+    Tenant,
+    Url,
+)
 from sqla_durable.cli.output import abbreviated, printable, say, write_json, write_table
 from sqla_durable.cli.record import holder_of, message_of, record_of, status_of
+from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
 
 
@@ -23,23 +37,21 @@ def runs(
     target: Target,
     *,
     url: Url = None,
-    status: Annotated[
-        list[str] | None, typer.Option("--status", metavar="STATUS", help="Only these; may be given several times.")
-    ] = None,
-    older_than: Annotated[
-        timedelta | None,
-        typer.Option(parser=age, metavar="DURATION", help="Only runs inserted longer ago: 90s, 15m, 2h, 7d."),
-    ] = None,
-    newer_than: Annotated[
-        timedelta | None, typer.Option(parser=age, metavar="DURATION", help="Only runs inserted since.")
-    ] = None,
-    error: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only runs with this in the type or message of their error.")
-    ] = None,
-    owner: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs whose lease carries this name.")] = None,
+    status: Statuses = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    error: ErrorText = None,
+    owner: Owner = None,
     cancel_requested: Annotated[
         bool | None,
         typer.Option("--cancel-requested/--no-cancel-requested", help="Only runs with, or without, a cancel request."),
+    ] = None,
+    function: Function = None,
+    key: Key = None,
+    tenant: Tenant = None,
+    waiting: Annotated[
+        bool | None,
+        typer.Option("--waiting/--not-waiting", help="Only runs of functions that are ready and not due, or others."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at the most.")] = 100,
     after: Annotated[str | None, typer.Option(metavar="CURSOR", help="Go on after an earlier page.")] = None,
@@ -47,29 +59,49 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List runs, the newest first. Nothing is healed."""
-    conditions = {
-        "older_than": older_than,
-        "newer_than": newer_than,
-        "error": error,
-        "owner": owner,
-        "cancel_requested": cancel_requested,
-        "after": after,
-    }
-    if counts and (status or any(value is not None for value in conditions.values())):
-        raise CommandError("--counts counts every run; leave the other conditions out.")
-    with OpenRuns(target, url) as opened:
+    with opened(target, url) as runs:
+        conditions = conditions_of(
+            runs,
+            status=status,
+            older_than=older_than,
+            newer_than=newer_than,
+            error=error,
+            owner=owner,
+            cancel_requested=cancel_requested,
+            function=function,
+            key=key,
+            tenant=tenant,
+            waiting=waiting,
+        )
         if counts:
-            _write_counts(opened.counts(), as_json=as_json)
+            _count(runs, conditions, after, as_json=as_json)
             return
-        statuses = None if not status else [_status(opened, each) for each in status]
-        found = opened.find(status=statuses, limit=limit + 1, **conditions)
-        _write(found[:limit], Idents(opened.rows), as_json=as_json)
+        found = runs.find(limit=limit + 1, after=after, **conditions)
+        _write(found[:limit], Idents(runs.rows), as_json=as_json)
     if as_json:
         return
     if not found:
-        say("no such runs" if statuses or any(value is not None for value in conditions.values()) else "no runs")
+        say("no such runs" if conditions or after is not None else "no runs")
     elif len(found) > limit:
         say(f"There are more: --after {found[limit - 1].cursor}")
+
+
+def _count(runs: OpenRuns, conditions: dict[str, Any], after: str | None, *, as_json: bool) -> None:
+    if after is not None or (conditions and not isinstance(runs, OpenFunctions)):
+        raise CommandError("--counts counts every run; leave the other conditions out.")
+    counted = runs.counts(**conditions)
+    if not isinstance(runs, OpenFunctions):
+        _write_counts(counted, as_json=as_json)
+    elif as_json:
+        write_json({name: {status.value: each for status, each in of.items()} for name, of in counted.items()})
+    else:
+        rows = [
+            (printable(name), status.value, str(each))
+            for name, of in counted.items()
+            for status, each in of.items()
+            if each
+        ]
+        write_table(["function", "status", "runs"], rows)
 
 
 def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> None:
@@ -80,6 +112,7 @@ def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> Non
         rows = [
             (
                 printable(idents.write(summary.identity)),
+                *_function_of(summary),
                 status_of(summary),
                 str(summary.attempts),
                 _since(summary.age),
@@ -88,7 +121,8 @@ def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> Non
             )
             for summary in found
         ]
-        write_table([idents.title, "status", "attempts", "age", "holder", "error"], rows)
+        named = ["function"] if isinstance(found[0], FunctionSummary) else []
+        write_table([idents.title, *named, "status", "attempts", "age", "holder", "error"], rows)
 
 
 def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
@@ -98,11 +132,8 @@ def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
         write_table(["status", "runs"], [(status.value, str(count)) for status, count in counts.items()])
 
 
-def _status(opened: OpenRuns, text: str) -> StrEnum:
-    statuses: dict[str, StrEnum] = {status.value: status for status in opened.rows.lifecycle.machine.transitions}
-    if text not in statuses:
-        raise CommandError(f"{text!r} is not a status of {opened.name}; it has {', '.join(map(repr, statuses))}.")
-    return statuses[text]
+def _function_of(summary: RunSummary) -> list[str]:
+    return [printable(summary.function)] if isinstance(summary, FunctionSummary) else []
 
 
 def _since(created: timedelta | None) -> str:

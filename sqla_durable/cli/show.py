@@ -12,12 +12,13 @@ from sqlalchemy.orm import InstanceState
 
 from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.errors import CommandError
-from sqla_durable.cli.form import OpenRuns
+from sqla_durable.cli.form import opened
 from sqla_durable.cli.idents import Idents
-from sqla_durable.cli.options import AsJson, Target, Url
+from sqla_durable.cli.options import AsJson, Ident, Target, Url
 from sqla_durable.cli.output import abbreviated, jsonable, one_line, printable, write_json, write_pairs, write_table
 from sqla_durable.cli.record import error_of, holder_of, message_of, record_of, status_of, time_of
 from sqla_durable.exc import RunNotFound, UsageError
+from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Receipt, StepOutcome
 from sqla_durable.run import RunMixin, RunRows
@@ -25,26 +26,26 @@ from sqla_durable.run import RunMixin, RunRows
 
 def show(
     target: Target,
-    ident: Annotated[list[str], typer.Argument(metavar="IDENT", help="Its primary key; a composite one with commas.")],
+    ident: Ident,
     *,
     url: Url = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="With the tracebacks of its errors.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one run with its columns, its failures and its receipts. Nothing is healed."""
-    with OpenRuns(target, url) as opened:
-        idents = Idents(opened.rows)
+    with opened(target, url) as runs:
+        idents = Idents(runs.rows)
         identity, *more = idents.read(ident)
         if more:
             raise CommandError(f"show takes one run, not {len(more) + 1}.")
-        summary, row, receipts = opened.describe(identity), opened.get_unhealed(identity), opened.receipts(identity)
+        summary, row, receipts = runs.describe(identity), runs.get_unhealed(identity), runs.receipts(identity)
     if summary is None:
-        raise RunNotFound(f"there is no {opened.name} with the key {idents.write(identity)}.")
+        raise RunNotFound(f"there is no {runs.name} with the key {idents.write(identity)}.")
     if row is None:
         raise UsageError(
-            f"{opened.name} {idents.write(identity)} is hidden from the session, by loader criteria for one."
+            f"{runs.name} {idents.write(identity)} is hidden from the session, by loader criteria for one."
         )
-    columns = _own_columns(opened.rows, row)
+    columns = _own_columns(runs.rows, row)
     if as_json:
         write_json(
             {
@@ -55,8 +56,8 @@ def show(
             }
         )
         return
-    typer.echo(f"{opened.name} {printable(idents.write(summary.identity))} is {status_of(summary)}.")
-    _write_summary(summary, columns, ready=summary.status == opened.rows.lifecycle.ready)
+    typer.echo(f"{runs.name} {printable(idents.write(summary.identity))} is {status_of(summary)}.")
+    _write_summary(summary, columns, ready=summary.status == runs.rows.lifecycle.ready)
     _write_failures(summary, row.failures)
     _write_receipts(summary, receipts)
     if traceback:
@@ -74,6 +75,7 @@ def _own_columns(rows: RunRows[Any], row: RunMixin) -> dict[str, Any]:
 def _write_summary(summary: RunSummary, columns: Mapping[str, Any], *, ready: bool) -> None:
     lease = time_of(summary.lease_expires_at, summary)
     pairs = {
+        **_function(summary),
         "attempts": str(summary.attempts),
         "fence": str(summary.fence),
         "holder": abbreviated(holder_of(summary)),
@@ -88,6 +90,13 @@ def _write_summary(summary: RunSummary, columns: Mapping[str, Any], *, ready: bo
     }
     typer.echo()
     write_pairs({name: value for name, value in pairs.items() if value})
+
+
+def _function(summary: RunSummary) -> dict[str, str]:
+    if not isinstance(summary, FunctionSummary):
+        return {}
+    key = "" if summary.key is None else printable(summary.key)
+    return {"of function": printable(summary.function), "with the key": key}
 
 
 def _write_failures(summary: RunSummary, failures: Sequence[Mapping[str, Any]]) -> None:

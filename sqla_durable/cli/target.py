@@ -15,7 +15,8 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import sessionmaker
 
 from sqla_durable.cli.errors import CommandError
-from sqla_durable.cli.options import RUNS
+from sqla_durable.cli.options import FUNCTIONS, RUNS
+from sqla_durable.functions import Functions
 from sqla_durable.receipt import ReceiptMixin
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Runs
@@ -47,7 +48,7 @@ def runs_at(target: str, url: str | None) -> Any:
     :param url: the database for a run class.
     :raises CommandError: as :func:`find`, or where a run class comes without a URL or without its receipts.
     """
-    found = find(target, lambda each: is_runs(each) or is_run_class(each), RUNS)
+    found = find(target, lambda each: is_runs(each) or is_functions(each) or is_run_class(each), RUNS)
     if is_run_class(found):
         return Runs(sessionmaker(create_engine(_url(target, url))), found, _receipts(found))
     if url is not None:
@@ -62,6 +63,20 @@ def is_runs(found: object) -> bool:
     # Not imported here: it needs greenlet, and whoever has made one has imported it.
     asyncio = sys.modules.get("sqla_durable.asyncio.runs")
     return isinstance(found, Runs) or (asyncio is not None and isinstance(found, asyncio.AsyncRuns))
+
+
+def functions_at(target: str) -> Any:
+    """Return the :class:`.Functions` or :class:`.AsyncFunctions` that ``target`` stands for.
+
+    :raises CommandError: as :func:`find`.
+    """
+    return find(target, is_functions, FUNCTIONS)
+
+
+def is_functions(found: object) -> bool:
+    """Whether it is a :class:`.Functions` or an :class:`.AsyncFunctions`."""
+    asyncio = sys.modules.get("sqla_durable.asyncio.functions")  # as above
+    return isinstance(found, Functions) or (asyncio is not None and isinstance(found, asyncio.AsyncFunctions))
 
 
 def is_run_class(found: object) -> bool:

@@ -73,6 +73,8 @@ class Functions(Generic[FunctionT]):
         """The sessionmaker that it was made with."""
         self.run_class = run
         """The mapped class of its runs."""
+        self.receipt_class = receipt
+        """The mapped class of their receipts."""
 
     def function(
         self,
@@ -343,6 +345,15 @@ class Functions(Generic[FunctionT]):
         :raises TransactionConflict: retry the whole transaction.
         """
         return self._verbs.cancel_function(session, handle)
+
+    def decode_input(self, function: Callable[..., Any] | str, value: object) -> Any:
+        """Return a JSON value, such as a request's, as the input that a function takes: for :meth:`start`.
+
+        :param function: the decorated function, or its name.
+        :param value: as :func:`json.loads` returns it.
+        :raises InputError: where it is not one that the function takes, or it takes none.
+        """
+        return self._verbs.decode_input(function, value)
 
     def fork(
         self,

@@ -21,6 +21,8 @@ from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import (
     ConfigurationError,
+    InputError,
+    ReceiptMismatch,
     RunCancelled,
     RunFailed,
     RunInputMismatch,
@@ -133,6 +135,18 @@ class FunctionVerbs(Verbs[FunctionT]):
         if twice := sorted({*own, "max_attempts"}.intersection(values)):
             raise UsageError(f"start({twice[0]}=...) is said by the function itself; leave it out.")
         return own | {name: value for name, value in values.items() if value is not None}
+
+    def decode_input(self, function: AnyBody | str, value: object) -> Any:
+        """See :meth:`.Functions.decode_input`."""
+        definition = self.registry.of(function)
+        if definition.input is None:
+            raise InputError(f"function {definition.name!r} takes no input, and was given {value!r:.200}.")
+        try:
+            return definition.input.decode(value, "input")
+        except ReceiptMismatch as error:
+            why = " ".join(str(error.__cause__ or error).split())
+            takes = definition.input.annotation
+            raise InputError(f"function {definition.name!r} takes {takes}, not {value!r:.200}: {why}") from error
 
     def fork(
         self,
