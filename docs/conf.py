@@ -62,7 +62,7 @@ PUBLIC_NAMES = {
 }
 
 # Type variables and parameter specifications have no page to lead to.
-_TYPE_VARIABLES = "P|StatusT|RunT|IdsT|ResultT|WorkT|WorkT_co|InputT|OutputT|FunctionT"
+_TYPE_VARIABLES = "P|StatusT|RunT|IdsT|ResultT|WorkT|WorkT_co|InputT|OutputT|ReplyT|PayloadT|FunctionT|[A-F]"
 nitpick_ignore_regex = [("py:.*", rf"(.*\.)?({_TYPE_VARIABLES}|P\.args|P\.kwargs)")]
 
 

@@ -5,6 +5,7 @@ needs greenlet.
 """
 
 from sqla_durable.attempts import AttemptsMixin
+from sqla_durable.changes import OnMismatch
 from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import Work
 from sqla_durable.exc import (
@@ -15,6 +16,7 @@ from sqla_durable.exc import (
     FrozenPayload,
     HolderError,
     InputError,
+    InputMismatch,
     KeyConflict,
     LostLease,
     NestedStep,
@@ -24,18 +26,22 @@ from sqla_durable.exc import (
     OperationUnknown,
     ReceiptMismatch,
     ResultError,
+    ResultMismatch,
     RetryableError,
     RunCancelled,
     RunFailed,
     RunInFlight,
+    RunInputMismatch,
     RunNotFound,
     RunNotLanded,
+    RunReferenced,
     RunTimedOut,
     SignalMismatch,
     SignalTimeout,
     StepFailed,
     StepReused,
     StepTimeout,
+    StepUnreached,
     Suspended,
     TimedOut,
     TransactionConflict,
@@ -49,19 +55,22 @@ from sqla_durable.execution import Ending, Outcome
 from sqla_durable.expiry import ExpiryMixin
 from sqla_durable.failure import Failure
 from sqla_durable.functions import (
+    FunctionConditions,
     FunctionHandle,
     FunctionMixin,
     FunctionRun,
     Functions,
     FunctionStatus,
     FunctionSummary,
+    Rate,
     function_lifecycle,
     function_statuses,
 )
+from sqla_durable.gather import Call, call, keyed_call
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import PENDING, Pending
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
@@ -76,6 +85,7 @@ from sqla_durable.worker import Worker
 __all__ = [
     "PENDING",
     "AttemptsMixin",
+    "Call",
     "Cancelled",
     "ConfigurationError",
     "DatabaseUnavailable",
@@ -86,6 +96,7 @@ __all__ = [
     "ExpiryMixin",
     "Failure",
     "FrozenPayload",
+    "FunctionConditions",
     "FunctionHandle",
     "FunctionMixin",
     "FunctionRun",
@@ -94,6 +105,7 @@ __all__ = [
     "Functions",
     "HolderError",
     "InputError",
+    "InputMismatch",
     "KeyConflict",
     "KeyMixin",
     "Lease",
@@ -103,24 +115,30 @@ __all__ = [
     "NestedStep",
     "NotAnswered",
     "NotIssued",
+    "OnMismatch",
     "OperationFailed",
     "OperationUnknown",
     "Outcome",
     "Pending",
     "PriorityMixin",
+    "Rate",
     "Receipt",
     "ReceiptMismatch",
     "ReceiptMixin",
     "ResultError",
+    "ResultMismatch",
     "Retry",
     "RetryableError",
     "Run",
     "RunCancelled",
+    "RunConditions",
     "RunFailed",
     "RunInFlight",
+    "RunInputMismatch",
     "RunMixin",
     "RunNotFound",
     "RunNotLanded",
+    "RunReferenced",
     "RunSummary",
     "RunTimedOut",
     "Runs",
@@ -132,6 +150,7 @@ __all__ = [
     "StepOutcome",
     "StepReused",
     "StepTimeout",
+    "StepUnreached",
     "Suspended",
     "TimedOut",
     "TransactionConflict",
@@ -143,6 +162,8 @@ __all__ = [
     "WaitMixin",
     "Work",
     "Worker",
+    "call",
     "function_lifecycle",
     "function_statuses",
+    "keyed_call",
 ]

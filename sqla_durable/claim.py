@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Column, ColumnElement, String, Update, func, or_, select, true, union_all
@@ -23,7 +24,7 @@ def claim_one(runs: RunRows[Any], *, run_now: bool) -> Update:
     """
     locking = runs.lock(runs.matches(), *claimable(runs, run_now=run_now))
     until = runs.until(runs.lifecycle.ready)
-    return runs.update(locking, _claimed(runs), until=until).returning(*runs.key, runs.fence, runs.attempts)
+    return runs.update(locking, stamps(runs), until=until).returning(*runs.key, runs.fence, runs.attempts)
 
 
 def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
@@ -37,9 +38,20 @@ def claim_due(runs: RunRows[Any], limit: int) -> AnySelect:
     :return: a statement whose rows are the number of runs reaped and the columns of a claimed run, in the order in
      which they were due; a single one without a run where there was none to claim.
     """
+    return claim_locked(runs, limit, _first_due(runs, limit))
+
+
+def claim_locked(
+    runs: RunRows[Any], limit: int, locking: AnySelect, more: Mapping[Column[Any], Any] | None = None
+) -> AnySelect:
+    """Do the same with the runs that ``locking``, made by :meth:`.Rows.lock`, selects.
+
+    :param more: what else is stamped; it may name columns that ``locking`` returns.
+    """
     reaped = reap(runs, limit).cte("reaped")
     expired = [] if runs.lifecycle.expired is None else [expire(runs, limit).cte("expired")]
-    claimed = runs.update(_first_due(runs, limit), _claimed(runs)).returning(*runs.table.columns).cte("claimed")
+    changes = {**stamps(runs), **(more or {})}
+    claimed = runs.update(locking, changes).returning(*runs.table.columns).cte("claimed")
     count = select(func.count().label("reaped")).select_from(reaped).subquery("counted")
     # UPDATE ... RETURNING does not keep the order of the rows that were locked.
     order: list[ColumnElement[Any]] = [claimed.c[column.key] for column in (runs.available_at, *runs.key)]
@@ -67,13 +79,19 @@ def _due_for_longest(runs: RunRows[Any], limit: int, *conditions: ColumnElement[
 
 def claimable(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:
     """The conditions that a run may be claimed."""
+    return [*ready_and_due(runs, run_now=run_now), *runs.offered()]
+
+
+def ready_and_due(runs: RunRows[Any], *, run_now: bool = False) -> list[ColumnElement[bool]]:
+    """The conditions that a run may be claimed by somebody."""
     due = [] if run_now else [runs.available_at <= clock.now()]
     until = runs.until(runs.lifecycle.ready)
     unexpired = [] if until is None else [or_(until.is_(None), until > clock.now())]
-    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired, *runs.offered()]
+    return [runs.in_status(runs.lifecycle.ready), *due, *unexpired]
 
 
-def _claimed(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+def stamps(runs: RunRows[Any]) -> dict[Column[Any], Any]:
+    """Return what a claim writes."""
     return {
         runs.status: runs.constant(runs.lifecycle.running),
         runs.fence: runs.fence + 1,

@@ -23,7 +23,7 @@ from sqla_durable.loading import Loading
 from sqla_durable.prepared import Loader, Prepared
 from sqla_durable.reading import Reading
 from sqla_durable.receipt import Receipt
-from sqla_durable.rows import AnyRow, Ident, arguments
+from sqla_durable.rows import AnyRow, AnySelect, Ident, arguments
 from sqla_durable.run import RunT
 from sqla_durable.step import Steps
 from sqla_durable.store import Store
@@ -31,8 +31,10 @@ from sqla_durable.store import Store
 OtherT = TypeVar("OtherT")
 _LIMITS = 64
 _Values = Mapping[Column[Any], Any]
-_Row = tuple[_Values, Callable[[], _Values]]
-_Claimed = tuple[int, list[_Row]]
+ClaimedRow = tuple[_Values, Callable[[], _Values]]
+"""The library's own columns of a row that was claimed, and what loads them all."""
+Claimed = tuple[int, list[ClaimedRow]]
+"""How many runs were reaped, and the rows of those that were claimed."""
 
 
 class Claims(Generic[RunT]):
@@ -53,11 +55,18 @@ class Claims(Generic[RunT]):
         self._owner = owner
         self._host = gethostname()
         self._chance = uuid4().hex[:8]
+        self.soon: float | None = None
+        """In how many seconds a due run may be claimed that could not be yet, as the last claim has seen it."""
 
     @property
     def owner(self) -> str:
         """The name that leases of this process carry."""
         return self._owner or f"{self._host}:{getpid()}:{self._chance}"
+
+    @property
+    def isolation(self) -> str | None:
+        """The isolation level that a claim by key needs; None for the engine's."""
+        return None
 
     def terms(self) -> dict[str, Any]:
         """What a claim is executed with, besides a key."""
@@ -81,7 +90,7 @@ class Claims(Generic[RunT]):
                 connection.execute(self._expire, key)
             return otherwise(connection)
 
-        return self.store.execute(work)
+        return self.store.execute(work, isolation=self.isolation)
 
     def due(self, limit: int) -> list[Holder[RunT]]:
         """Claim up to ``limit`` due runs; see :meth:`.Runs.claim_due`."""
@@ -114,9 +123,9 @@ class Claims(Generic[RunT]):
         claimed = self._claim_rows(limit, lambda limit: self._claim_once(connection, limit))
         return self._holders(session, connection, [self._lease_of(values) for values, _ in claimed])
 
-    def _claim_rows(self, limit: int, claim_once: Callable[[int], _Claimed]) -> list[_Row]:
+    def _claim_rows(self, limit: int, claim_once: Callable[[int], Claimed]) -> list[ClaimedRow]:
         """Claim what is due, and what was reaped on the way and is due again."""
-        claimed: list[_Row] = []
+        claimed: list[ClaimedRow] = []
         while True:
             try:
                 reaped, more = claim_once(limit - len(claimed))
@@ -128,14 +137,16 @@ class Claims(Generic[RunT]):
             if not reaped or len(claimed) == limit:
                 return claimed
 
-    def _claim_once(self, connection: Connection, limit: int) -> _Claimed:
+    def _claim_once(self, connection: Connection, limit: int) -> Claimed:
         """Return how many runs were reaped, and the rows of those that were claimed.
 
         Of a row only the library's own columns are loaded at once: a value of the user's that its type refuses is for
         that one run's handler to meet, and not for all that were claimed with it.
         """
-        statement = self._claim_due(limit)
-        rows = statement.rows(connection, self.terms())
+        return self._claimed(self._claim_due(limit), connection, self.terms())
+
+    def _claimed(self, statement: Prepared, connection: Connection, terms: dict[str, Any]) -> Claimed:
+        rows = statement.rows(connection, terms)
         found = rows if rows[0][self._fence_at] is not None else ()
         types = statement.types[1:]
         return rows[0][0], [(self._own(row[1:], types), partial(self._loader.load, row[1:], types)) for row in found]
@@ -144,7 +155,7 @@ class Claims(Generic[RunT]):
         at, loader = self._own_loader
         return loader.load([row[position] for position in at], [types[position] for position in at])
 
-    def _plain_holders(self, claimed: Sequence[_Row], sent: float) -> list[Holder[RunT]]:
+    def _plain_holders(self, claimed: Sequence[ClaimedRow], sent: float) -> list[Holder[RunT]]:
         """Return the holders of claims that have committed, of rows that are all there is to an object.
 
         :param sent: when the claim was sent, of :func:`time.monotonic`.
@@ -238,11 +249,14 @@ class Claims(Generic[RunT]):
 
     def _claim_due(self, limit: int) -> Prepared:
         """See :func:`.claim.claim_due`; compiled once for each limit, and no more often than a worker has slots."""
-        if limit not in self._prepared:
-            if len(self._prepared) == _LIMITS:
-                self._prepared.clear()
-            self._prepared[limit] = self.store.prepare(claim.claim_due(self.runs, limit))
-        return self._prepared[limit]
+        return self._prepare(self._prepared, limit, partial(claim.claim_due, self.runs))
+
+    def _prepare(self, known: dict[int, Prepared], limit: int, make: Callable[[int], AnySelect]) -> Prepared:
+        if limit not in known:
+            if len(known) == _LIMITS:
+                known.clear()
+            known[limit] = self.store.prepare(make(limit))
+        return known[limit]
 
     @cached_property
     def _heal(self) -> Any:

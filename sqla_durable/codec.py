@@ -26,7 +26,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pydantic_core import to_json
 
 from sqla_durable.equality import ATOMS, difference
-from sqla_durable.exc import ReceiptMismatch, ResultError, UsageError
+from sqla_durable.exc import ResultError, ResultMismatch, UsageError
 from sqla_durable.storable import UnstorableError, as_jsonb, culprits, display, kind_of, why
 
 T = TypeVar("T")
@@ -65,13 +65,13 @@ class Codec(Generic[T]):
     def decode(self, stored: object, step: str) -> T:
         """Rebuild the result from ``stored``, the parsed JSON of a receipt.
 
-        :raises ReceiptMismatch: when it does not decode as the function's return annotation.
+        :raises ResultMismatch: when it does not decode as the function's return annotation.
         """
         try:
             # Not validate_python: a strict model takes a date or a tuple from JSON only.
             return self._load_text(to_json(stored))
         except Exception as error:
-            raise ReceiptMismatch(
+            raise ResultMismatch(
                 f"step {step!r}: the receipt does not decode as {self._annotation}: {why(error)}. Keep the"
                 " return type able to read older receipts, or give the changed step a new key."
             ) from error

@@ -25,6 +25,7 @@ log = logging.getLogger("sqla_durable.worker")
 
 OUTAGES = Retry(max_attempts=None, backoff=timedelta(seconds=0.1), cap=timedelta(seconds=5), jitter=0.5)
 _SPREAD = 0.25
+_SOONEST = 0.1
 _MOMENT = 0.001
 
 
@@ -197,7 +198,7 @@ class Dispatcher:
                 self._wait_for_slots()
             elif self._room.until is None:
                 pause = self._poll * random.uniform(1 - _SPREAD, 1 + _SPREAD)  # noqa: S311 - a spread, no secret
-                self._wait(pause, *self._rests(), for_slot=False)
+                self._wait(pause, *self._rests(), *self._soon(), for_slot=False)
             elif self._room.endings.total() != ended:
                 continue  # it may have left something that is due, which the claim did not see
             elif rests := self._rests():
@@ -210,8 +211,9 @@ class Dispatcher:
     def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> Callable[[], None]:
         ending = Ending.INTERRUPTED if outcome is None else outcome.ending
         self._room.leave(self._share, holder, ending)
-        if ending is Ending.INTERRUPTED:
-            # It went back to ready, and may be due at once by the backoff of its lifecycle.
+        if ending is Ending.INTERRUPTED or holder.limited:
+            # It went back to ready, and may be due at once by the backoff of its lifecycle; or what is ready may be
+            # claimed in its place.
             return self._due
         return self._freed
 
@@ -246,6 +248,11 @@ class Dispatcher:
 
     def _rests(self) -> list[float]:
         return [rest for source in self._sources if (rest := source.rest())]
+
+    def _soon(self) -> list[float]:
+        # Not at the very instant, at which all workers would look.
+        found = [source.work.verbs.claims.soon for source in self._sources]
+        return [max(seconds, self._poll * _SOONEST) for seconds in found if seconds is not None]
 
     def _fill(self) -> None:
         """Claim for the free slots, and note whether more may be due than there were slots for."""

@@ -10,11 +10,16 @@
      |    +-- RunNotFound            no such run, or not one of this class
      |    +-- KeyConflict            an idempotency key that belongs to a run with another payload
      |    +-- RunInFlight            another run of the group is in flight
+     |    +-- RunReferenced          rows of another table keep runs from being purged
      |    +-- StepReused             a step key used twice in one execution
      |    +-- NestedStep             a step inside a step's body
      |    +-- TransactionEnded       a body ended its step's transaction, or swallowed a database error
      |    +-- ResultError            a result that does not survive being stored
-     |    +-- ReceiptMismatch        a receipt that belongs to another kind of step, or does not decode
+     |    +-- ReceiptMismatch        what was recorded of a run is not what its code asks for: another kind of step
+     |    |    +-- ResultMismatch         the recorded result does not decode any more
+     |    |    +-- InputMismatch          the step was called with another input when it was recorded
+     |    |    +-- StepUnreached          the body returned without reaching a step that has a receipt
+     |    |    +-- RunInputMismatch       the input of the whole run does not decode any more
      |    +-- InputError             an input that the function it is meant for does not take
      |    +-- SignalMismatch         a signal's payload does not decode as what the run waits for
      +-- HolderError             this holder may not go on with its run
@@ -103,6 +108,22 @@ class RunInFlight(UsageError):
         return str(self.args[0])
 
 
+class RunReferenced(UsageError):
+    """Rows of another table refer to runs that were to be purged, by a foreign key that does not let them go.
+
+    ``table`` and ``constraint`` say which, and ``purged`` how many runs were gone by then.
+    """
+
+    def __init__(self, message: str, table: str, constraint: str, purged: int) -> None:
+        super().__init__(message, table, constraint, purged)
+        self.table = table
+        self.constraint = constraint
+        self.purged = purged
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class StepReused(UsageError):
     """A step key was used twice in one execution."""
 
@@ -120,7 +141,23 @@ class ResultError(UsageError):
 
 
 class ReceiptMismatch(UsageError):
-    """A receipt was recorded by another kind of step, or its result no longer decodes."""
+    """What was recorded of a run is not what its code asks for: as it stands, a receipt of another kind of step."""
+
+
+class ResultMismatch(ReceiptMismatch):
+    """A recorded result no longer decodes as what the function returns."""
+
+
+class InputMismatch(ReceiptMismatch):
+    """A step of a function was called with another input when it was recorded."""
+
+
+class StepUnreached(ReceiptMismatch):
+    """The body of a function returned without having reached a step that has a receipt."""
+
+
+class RunInputMismatch(ReceiptMismatch):
+    """The input that a run was started with no longer decodes as what its function takes."""
 
 
 class InputError(UsageError):

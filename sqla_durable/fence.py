@@ -207,18 +207,19 @@ def release(runs: RunRows[Any], retry: Retry, *, failed: bool, delayed: bool = F
     return _hand_back(runs, changes, spent, notify=notify)
 
 
-def park(runs: RunRows[Any], *, failed: bool) -> Update:
+def park(runs: RunRows[Any], *, failed: bool, progress: bool = True) -> Update:
     """Hand the run back to wait for something outside: ready, due after ``delay``, and no attempt is counted.
 
-    The run has made progress, so that attempts start from nothing again: waiting, however long, uses none up. A run
-    with a pending cancel request lands cancelled instead, and one whose deadline has passed timed out.
+    A run with a pending cancel request lands cancelled instead, and one whose deadline has passed timed out.
 
     :param failed: whether an ``error`` is recorded; else the last one is cleared.
+    :param progress: whether the run has made progress, so that attempts start from nothing again: waiting, however
+     long, uses none up. Else it is this attempt that is not counted.
     """
     changes = {
         **_no_lease(runs),
         runs.available_at: clock.stamp() + _delay(),
-        runs.attempts: 0,
+        runs.attempts: 0 if progress else func.greatest(runs.attempts - 1, 0),
         **(_error(runs) if failed else {runs.error: None}),
     }
     return _hand_back(runs, changes, [])

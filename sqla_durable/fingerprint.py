@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from decimal import Decimal
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 from pydantic import BaseModel
@@ -22,6 +23,8 @@ from pydantic_core import to_jsonable_python
 from sqlalchemy.sql import ClauseElement
 
 from sqla_durable.exc import UsageError
+
+_PLAIN = frozenset({bool, int, float, str})
 
 
 def fingerprint(values: Mapping[str, object], kind: object = None) -> str:
@@ -33,6 +36,30 @@ def fingerprint(values: Mapping[str, object], kind: object = None) -> str:
     """
     parts = {name: _part(name, value) for name, value in values.items()}
     return hashlib.sha256(_text([None if kind is None else _part("kind", kind), parts]).encode()).hexdigest()
+
+
+def of_call(fn: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> str:
+    """Return the SHA-256 of what a function is called with as 64 hexadecimal digits.
+
+    An argument that JSON cannot hold, such as a client, counts by its type's name; so does a mapped object, which
+    changes with its row, and an iterator, which would be used up.
+    """
+    kwargs = dict(kwargs)
+    while isinstance(fn, partial):
+        args, kwargs, fn = (*fn.args, *args), fn.keywords | kwargs, fn.func
+    given = [_argument(each) for each in args], {name: _argument(each) for name, each in kwargs.items()}
+    return hashlib.sha256(_text(given).encode()).hexdigest()
+
+
+def _argument(value: object) -> Any:
+    if value is None or type(value) in _PLAIN:
+        return value
+    try:
+        part = _canonical(value)
+        _text(part)
+    except Exception:  # noqa: BLE001 - whatever a value of the user's raises when it is looked at
+        return {"\0type": type(value).__qualname__}
+    return part
 
 
 def _part(name: str, value: object) -> Any:
@@ -57,6 +84,8 @@ def _text(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
+    if hasattr(value, "_sa_instance_state"):
+        raise TypeError(f"{type(value).__qualname__} is a mapped class")
     if isinstance(value, Enum):
         return _canonical(value.value)
     if isinstance(value, BaseModel):
@@ -84,6 +113,8 @@ def _atom(value: Any) -> Any:
         return text.rstrip("0").rstrip(".") if "." in text else text
     if isinstance(value, bytes | bytearray):
         return b64encode(value).decode()
+    if isinstance(cast(object, value), Iterator):
+        raise TypeError("an iterator would be used up")
     return to_jsonable_python(value)
 
 

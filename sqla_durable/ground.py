@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
@@ -23,8 +23,8 @@ OLDEST_SERVER = (15,)
 class Gate(Protocol):
     """Where one thread, or task, waits until another opens it, once."""
 
-    def wait(self) -> None:
-        """Wait until it is open."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it is open, or for so long."""
         ...
 
     def open(self) -> None:
@@ -55,6 +55,16 @@ class Sessions(Protocol):
 
     def notified(self, driver: Any, seconds: float) -> list[str]:
         """Wait so long, on a driver's connection, for notifications; return their payloads as soon as there are any."""
+        ...
+
+    def concurrently(
+        self, calls: Sequence[Callable[[], ValueT]]
+    ) -> Generator[tuple[int, Callable[[], ValueT]], None, None]:
+        """Make calls of the user's beside each other, each in a copy of the context.
+
+        As each ends, yield its position, and what returns or raises what it has. Closed before, it leaves the calls
+        that are under way to themselves, or cancels them where that can be done.
+        """
         ...
 
     def run_in_thread(self, work: Callable[[], None]) -> None:
@@ -199,7 +209,7 @@ class Ground:
         own._has_events = cast(Any, engine)._has_events  # noqa: SLF001
         return cast(Engine, own.execution_options(**engine.get_execution_options()))
 
-    def execute(self, work: Callable[[Session, Connection], ValueT], isolation: str | None = None) -> ValueT:
+    def execute(self, work: Callable[[Session, Connection], ValueT], *, isolation: str | None = None) -> ValueT:
         """Do ``work`` in a transaction of its own, again where it conflicts with another one.
 
         :param isolation: as for :meth:`connection`.

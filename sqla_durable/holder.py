@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Update
 
 from sqla_durable import fence, policy
 from sqla_durable.causes import chain, leaves
+from sqla_durable.changes import Changes, pause
 from sqla_durable.codec import Codec
 from sqla_durable.exc import (
     Cancelled,
@@ -29,13 +30,18 @@ from sqla_durable.exc import (
     HolderError,
     LostLease,
     NestedStep,
+    ReceiptMismatch,
     RetryableError,
+    SignalTimeout,
+    StepFailed,
     StepReused,
+    StepUnreached,
     Suspended,
     TimedOut,
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.fingerprint import of_call
 from sqla_durable.idempotency import idempotency_key
 from sqla_durable.landing import Landed, Landings
 from sqla_durable.lease import Lease
@@ -43,12 +49,14 @@ from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
 from sqla_durable.rows import arguments
 from sqla_durable.run import RunT
 from sqla_durable.status import assignments
-from sqla_durable.step import Recorded, Steps, refuse_other_kind, replayed
+from sqla_durable.step import Recorded, Steps, refuse_other_input, refuse_other_kind, replayed
 from sqla_durable.stop import Stop, reasons
 from sqla_durable.store import Store
 from sqla_durable.waiting import Parked
 
 ValueT = TypeVar("ValueT")
+Given = tuple[Callable[..., object], tuple[object, ...], Mapping[str, object]]
+"""What a step is called with: its function and the arguments, without a session or key of ours."""
 _log = logging.getLogger("sqla_durable")
 _MOMENT = 0.05
 _REMEMBERED = 100
@@ -117,11 +125,17 @@ class Holder(Generic[RunT]):
         self.output: str | None = None
         """The result of the whole run, as JSON, that a landing as done writes."""
         self.left = False
+        self.limited = False
+        """Whether it was claimed under a limit, so that its end may let another run be claimed."""
         self.claimed_at = -math.inf
         self.ask_at = self._from_now(max_duration)
         """When to ask the database whether the run's deadline has passed, if not before; of :func:`time.monotonic`."""
         self.issuing = False
+        self.changes: Changes | None = None
+        """What is done where code and receipts are at odds; None where neither is looked at for it."""
+        self._mismatch: ReceiptMismatch | None = None
         self._ending = False
+        self._reached: set[str] = set()
         self._used: set[str] = set()
         self._seen: set[str] = set()
         self._raised: deque[_Raised] = deque(maxlen=_REMEMBERED)
@@ -144,22 +158,28 @@ class Holder(Generic[RunT]):
 
     # steps
 
-    def transactional(self, key: str | int, codec: Codec[ValueT], body: Callable[[Any], ValueT]) -> ValueT:
+    def transactional(
+        self, key: str | int, codec: Codec[ValueT], body: Callable[[Any], ValueT], given: Given | None = None
+    ) -> ValueT:
         """See :meth:`.Run.step`."""
 
-        def live(name: str) -> Recorded[ValueT]:
+        def live(name: str, fingerprint: str | None) -> Recorded[ValueT]:
             with self.within(name):
-                return self.steps.transactional(self.lease, name, body, codec)
+                return self.steps.transactional(self.lease, name, body, codec, fingerprint)
 
-        return self.step(key, Effect.TRANSACTIONAL, codec, live)
+        return self.step(key, Effect.TRANSACTIONAL, codec, live, given)
 
-    def external(self, key: str | int, codec: Codec[ValueT], call: Callable[[], ValueT]) -> ValueT:
+    def external(
+        self, key: str | int, codec: Codec[ValueT], call: Callable[[], ValueT], given: Given | None = None
+    ) -> ValueT:
         """See :meth:`.Run.external`."""
-        return self._outside(key, Effect.EXTERNAL, codec, lambda _: call())
+        return self._outside(key, Effect.EXTERNAL, codec, lambda _: call(), given)
 
-    def keyed(self, key: str | int, codec: Codec[ValueT], call: Callable[[str], ValueT]) -> ValueT:
+    def keyed(
+        self, key: str | int, codec: Codec[ValueT], call: Callable[[str], ValueT], given: Given | None = None
+    ) -> ValueT:
         """See :meth:`.Run.keyed`."""
-        return self._outside(key, Effect.KEYED, codec, lambda _: call(self.idempotency_key(key)))
+        return self._outside(key, Effect.KEYED, codec, lambda _: call(self.idempotency_key(key)), given)
 
     def idempotency_key(self, key: str | int) -> str:
         """See :meth:`.Run.idempotency_key`."""
@@ -169,56 +189,107 @@ class Holder(Generic[RunT]):
                 "idempotency key is made of it; map it as a DateTime that is not deferred."
             )
         identity = self.store.key_values(self.lease.identity)
-        return idempotency_key(self.store.name, identity, self._created_at, stored_key(key))
+        name = stored_key(key)
+        # A call under way when its step was renamed is made again with the key that it had then.
+        first = name if self.changes is None else self.changes.first_key(name)
+        return idempotency_key(self.store.name, identity, self._created_at, first)
 
-    def _outside(self, key: str | int, effect: Effect, codec: Codec[ValueT], call: Callable[[str], ValueT]) -> ValueT:
-        def live(name: str) -> Recorded[ValueT]:
+    def _outside(
+        self,
+        key: str | int,
+        effect: Effect,
+        codec: Codec[ValueT],
+        call: Callable[[str], ValueT],
+        given: Given | None,
+    ) -> ValueT:
+        def live(name: str, fingerprint: str | None) -> Recorded[ValueT]:
             with self.within(name):
                 value = call(name)
-            text, result = codec.round_trip(value, name)
-            recorded = self.steps.record(self.lease, name, effect, result=text)
-            if recorded.before:
-                result = replayed(recorded.receipt, effect, codec)
-            return Recorded(recorded.receipt, result, recorded.stop)
+            return self._record(name, effect, codec, value, fingerprint)
 
-        return self.step(key, effect, codec, live)
+        return self.step(key, effect, codec, live, given)
+
+    def _record(
+        self, name: str, effect: Effect, codec: Codec[ValueT], value: ValueT, given: str | None
+    ) -> Recorded[ValueT]:
+        text, result = codec.round_trip(value, name)
+        recorded = self.steps.record(self.lease, name, effect, result=text, given=given)
+        if recorded.before:
+            result = replayed(recorded.receipt, effect, codec)
+        return Recorded(recorded.receipt, result, recorded.stop)
 
     def step(
         self,
         key: str | int,
         effect: Effect,
         codec: Codec[ValueT],
-        live: Callable[[str], Recorded[ValueT]],
+        live: Callable[[str, str | None], Recorded[ValueT]],
+        given: Given | None = None,
         record_failure: Callable[[str, Failure], Receipt] | None = None,
     ) -> ValueT:
         """Answer a step from its receipt, or carry it out.
 
-        :param live: carries it out and records it.
+        :param live: carries it out and records it, with the fingerprint of its input.
+        :param given: what it is called with, where that is to be compared with what it was called with before.
         :param record_failure: records what ``live`` has raised, where that is final; by default as any step's.
         """
         name = self.take(key)
-        known = self.receipts.get(name)
         with self.raising(name):
-            if known is not None and not known.outcome.terminal:
-                refuse_other_kind(known, effect)
-            elif known is not None and name not in self._seen:
-                # A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
-                self._seen.add(name)
-                value = replayed(known, effect, codec)
+            known = self.answer(name)
+            if known is not None and known.outcome.terminal:
+                value = self.replay(known, effect, codec, given)
                 self._used.add(name)
                 return value
+            if known is not None:
+                self._refuse_other_kind(known, effect)
             self.refuse_lost()
-            try:
-                recorded = live(name)
-            except DurableError:
-                raise
-            except Exception as error:
-                if not self.decide(name, error).retryable:
-                    record = record_failure or partial(self._failure_of_step, effect)
-                    self._record_failure(name, record, error)
-                raise
+            fingerprint = self.fingerprint(given)  # the body may change what it is given
+            recorded = self._tried(name, effect, lambda: live(name, fingerprint), fingerprint, record_failure)
         self.succeeded(recorded.receipt, recorded.stop)
         return recorded.value
+
+    def _tried(
+        self,
+        name: str,
+        effect: Effect,
+        live: Callable[[], Recorded[ValueT]],
+        given: str | None,
+        record_failure: Callable[[str, Failure], Receipt] | None = None,
+    ) -> Recorded[ValueT]:
+        """Return what a step has recorded, or record its failure, if that is final."""
+        try:
+            return live()
+        except DurableError:
+            raise
+        except Exception as error:
+            if not self.decide(name, error).retryable:
+                record = record_failure or partial(self._failure_of_step, effect, given)
+                self._record_failure(name, record, error)
+            raise
+
+    def settle(
+        self,
+        name: str,
+        effect: Effect,
+        codec: Codec[ValueT],
+        called: Callable[[], ValueT],
+        given: str | None,
+    ) -> ValueT:
+        """Record a call that has been made beside others; its key is not used up before all of them have succeeded.
+
+        :param called: returns or raises what the call has.
+        :param given: the fingerprint of what it was called with.
+        """
+        with self.raising(name):
+            recorded = self._tried(name, effect, lambda: self._record(name, effect, codec, called(), given), given)
+        self.receipts[name] = recorded.receipt
+        self._seen.discard(name)
+        self.note_stop(recorded.stop)
+        return recorded.value
+
+    def use_up(self, names: Iterable[str]) -> None:
+        """Note that these steps have succeeded together."""
+        self._used.update(names)
 
     def _record_failure(self, name: str, record: Callable[[str, Failure], Receipt], error: Exception) -> None:
         try:
@@ -227,8 +298,14 @@ class Holder(Generic[RunT]):
             raise ours from error
         self.failed(receipt)
 
-    def _failure_of_step(self, effect: Effect, name: str, failure: Failure) -> Receipt:
-        return self.steps.record(self.lease, name, effect, failure=failure).receipt
+    def _failure_of_step(self, effect: Effect, given: str | None, name: str, failure: Failure) -> Receipt:
+        return self.steps.record(self.lease, name, effect, failure=failure, given=given).receipt
+
+    def _refuse_other_kind(self, known: Receipt, effect: Effect) -> None:
+        try:
+            refuse_other_kind(known, effect)
+        except ReceiptMismatch as error:
+            self.mismatched(error)
 
     def failed(self, receipt: Receipt) -> None:
         """Note that a step has failed for good; in place it may be tried again."""
@@ -250,9 +327,20 @@ class Holder(Generic[RunT]):
             )
 
     def take(self, key: str | int) -> str:
-        """Return a step's key as it is stored, having refused one that was used before in this execution."""
+        """Return a step's key as it is stored, having refused one that was used before in this execution.
+
+        A step that has been renamed goes on under the key under which it has a receipt.
+        """
         name = stored_key(key)
         self.refuse_nested(key)
+        if self.changes is not None and self.changes.former:
+            if (present := self.changes.renamed(name)) is not None:
+                raise StepReused(
+                    f"step {name!r} is declared as the former key of step {present!r}, whose receipt it would share; "
+                    "give the one that is left a key of its own, or take it out of aliases."
+                )
+            name = self.changes.recorded_as(name, self.receipts)
+        self._reached.add(name)
         if name in self._used:
             raise StepReused(
                 f"step {name!r} was used twice in this execution; each step needs a key of its own that is the same "
@@ -274,6 +362,69 @@ class Holder(Generic[RunT]):
     def _body(self) -> _Body | None:
         body = _inside.get()
         return body if body is not None and body.holder is self and body.running else None
+
+    # changed code
+
+    def fingerprint(self, given: Given | None) -> str | None:
+        """Return the fingerprint of what a step is called with, where it is to be recorded."""
+        return None if self.changes is None or given is None else of_call(*given)
+
+    def answer(self, name: str) -> Receipt | None:
+        """Return the receipt that a step is answered from, if it has one.
+
+        A failed receipt is replayed once: a handler that retries in place gets as far as it did before.
+        """
+        return None if name in self._seen else self.receipts.get(name)
+
+    def replay(self, known: Receipt, effect: Effect, codec: Codec[ValueT], given: Given | None) -> ValueT:
+        """Return the result that a receipt holds.
+
+        :raises StepFailed: where the step had failed.
+        :raises ReceiptMismatch: where the receipt is of another kind of step, was recorded for another input, or does
+         not decode.
+        :raises Suspended: where the run is left to a process with other code in such a case.
+        """
+        try:
+            self.compare(known, effect, given)
+            return replayed(known, effect, codec)
+        except (StepFailed, SignalTimeout):
+            self._seen.add(known.step)
+            raise
+        except ReceiptMismatch as error:
+            self.mismatched(error)
+
+    def compare(self, known: Receipt, effect: Effect, given: Given | None) -> None:
+        """Refuse a receipt of another kind of step, or one that was recorded for another input."""
+        refuse_other_kind(known, effect)
+        if known.input_fingerprint is not None and self.changes is not None and not self.changes.keeps:
+            refuse_other_input(known, self.fingerprint(given))
+
+    def refuse_unreached(self) -> None:
+        """Refuse to land a run whose body has returned without reaching a step that has a receipt.
+
+        :raises StepUnreached: where it has not; also where a receipt was at odds with the code, and the body went on.
+        """
+        if self.lost is not None or self.changes is None:
+            return
+        if self._mismatch is not None:
+            raise self._mismatch
+        unreached = [receipt.step for receipt in self.known() if receipt.step not in self._reached]
+        if unreached and not self.changes.keeps:
+            steps = ", ".join(map(repr, unreached))
+            self.mismatched(
+                StepUnreached(
+                    f"step {steps} has a receipt and was not reached in this execution, so what it did is not what the "
+                    "code does now. Reach it again; where it was renamed, say so with aliases; where it was taken out "
+                    "on purpose, declare the function with on_mismatch."
+                )
+            )
+
+    def mismatched(self, error: ReceiptMismatch) -> NoReturn:
+        """Raise that code and receipts are at odds, or hand the run back to a process with other code."""
+        if self.changes is not None and self.changes.parks:
+            self.park(pause(), "a process whose code fits its receipts", error, progress=False)
+        self._mismatch = error
+        raise error
 
     # failures
 
@@ -352,7 +503,7 @@ class Holder(Generic[RunT]):
             late = left is not None and left <= timedelta(0)
             self.ask_at = None if late else self._from_now(left)
             self.note_stop(reasons(self.store.runs, requested=row.cancel_requested_at is not None, late=late))
-        return self.lost is not before
+        return _weight(self.lost) > _weight(before)
 
     def overtake(self, connection: Connection) -> bool:
         """Land a run that is past its deadline while its handler goes on, unless the row is locked; True if this did.
@@ -445,16 +596,17 @@ class Holder(Generic[RunT]):
         statement = fence.release(self.store.runs, self.retry, failed=failed, delayed=delay is not None, notify=notify)
         self._end(statement, error, **({} if delay is None else {"delay": delay}))
 
-    def park(self, delay: timedelta, what: str, error: Exception | None = None) -> NoReturn:
+    def park(self, delay: timedelta, what: str, error: Exception | None = None, *, progress: bool = True) -> NoReturn:
         """Hand the run back to wait for something outside, and raise what unwinds its handler.
 
         :param delay: after which the run is due again.
         :param what: what it waits for.
         :param error: recorded on the run, where that is why it waits.
+        :param progress: whether it has made progress, so that its attempts are counted anew.
         """
         self.refuse_unreleasable()
         delay = policy.clamped(delay)
-        self._end(fence.park(self.store.runs, failed=error is not None), error, delay=delay)
+        self._end(fence.park(self.store.runs, failed=error is not None, progress=progress), error, delay=delay)
         self._unwind(f"waits for {what}; it is {self.status.value}, and due in {delay}", error)
 
     def park_by(self, parked: Callable[[], Parked | ValueT], what: str) -> ValueT:

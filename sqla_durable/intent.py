@@ -35,6 +35,7 @@ from sqla_durable.receipt import (
     ReceiptRows,
     StepOutcome,
     from_held,
+    input_fingerprint,
     json_bound,
     one,
     parsed,
@@ -54,7 +55,11 @@ def issues(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     for a run that has to stop.
     """
     held = fence.held(runs)
-    values = {receipts.outcome: _outcome(StepOutcome.ISSUED), receipts.recorded_at: clock.stamp()}
+    values = {
+        receipts.outcome: _outcome(StepOutcome.ISSUED),
+        receipts.recorded_at: clock.stamp(),
+        receipts.input_fingerprint: input_fingerprint(),
+    }
     insert, _ = from_held(receipts, _wanted(runs, held), values)
     keys = [*receipts.run_key, receipts.step]
     return _told(held, insert.on_conflict_do_nothing(index_elements=keys).returning(receipts.recorded_at).cte("issued"))
@@ -169,23 +174,26 @@ class Intents:
     def __init__(self, store: Store[Any]) -> None:
         self.store = store
 
-    def issue(self, lease: Lease, key: str) -> Receipt | None:
+    def issue(self, lease: Lease, key: str, given: str | None = None) -> Receipt | None:
         """Record the intent to issue an operation; None where there is a receipt already.
 
         It is not repeated after an outage, where it may have been committed: an intent that is found cannot be told
         from that of another holder of the same lease.
 
+        :param given: the fingerprint of the step's input, to be recorded.
         :raises LostLease: where the fence has moved on; nothing is recorded.
         :raises Cancelled: where someone asked for the run to be cancelled; nothing is recorded.
         :raises TimedOut: where it ran past its deadline; nothing is recorded.
         """
-        parameters = self.store.parameters(lease, step=key, effect=Effect.OPERATION.value)
+        effect = Effect.OPERATION
+        parameters = self.store.parameters(lease, step=key, effect=effect.value, input_fingerprint=given)
         row = self.store.write(lease, lambda connection: self._issues.first(connection, parameters))
         if (told := stop.stop_of(self.store.runs, row)) is not None:
             raise self.store.stopped(lease, told)
         if row.recorded_at is None:
             return None
-        return Receipt(key, StepOutcome.ISSUED, None, None, Effect.OPERATION, lease.fence, row.recorded_at)
+        at = row.recorded_at
+        return Receipt(key, StepOutcome.ISSUED, None, None, effect, lease.fence, at, input_fingerprint=given)
 
     def attach(self, lease: Lease, issued: Receipt, ids: str) -> tuple[Receipt | None, AnyRow | None]:
         """Attach ids to this holder's own intent.

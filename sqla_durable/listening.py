@@ -1,23 +1,16 @@
-"""Listening for notifications that something is due, on a connection that is used for nothing else."""
+"""Listening for notifications that something is due."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
-from sqlalchemy import Connection, Engine
-
-from sqla_durable.dispatch import OUTAGES, AnyWork, log, seconds
+from sqla_durable.dispatch import AnyWork
 from sqla_durable.ground import Ground
+from sqla_durable.listener import Listener
 from sqla_durable.wake import CHANNEL
 
-_SLICE = 0.5
 _CLOSING = 2.0
-_SILENCE = timedelta(seconds=30)
 
 
 class Listening:
@@ -48,59 +41,15 @@ class Listening:
             listener.join(max(0.0, end - time.monotonic()))
 
 
-class _Listener(threading.Thread):
+class _Listener(Listener):
     def __init__(self, ground: Ground, names: set[str], due: Callable[[], None]) -> None:
-        super().__init__(name="sqla_durable listening", daemon=True)
-        self._ground = ground
+        super().__init__(ground, CHANNEL)
         self._names = names
         self._due = due
-        self.stopped = threading.Event()
 
-    def run(self) -> None:
-        self._ground.sessions.run_in_thread(self._listen)
+    def began(self) -> None:
+        self._due()  # what was started before, without a notification that anybody heard
 
-    def _listen(self) -> None:
-        engine = self._ground.own_engine()
-        failures = 0
-        while not self.stopped.is_set():
-            try:
-                with self._connected(engine) as connection:
-                    if _is_pooled(connection):
-                        log.info("there is a pooler before %r, which passes no notifications on; polling", engine)
-                        break
-                    connection.exec_driver_sql(f"LISTEN {CHANNEL}")
-                    failures = 0
-                    self._due()  # what was started before, without a notification that anybody heard
-                    self._hear(connection)
-            except Exception as error:  # noqa: BLE001 - a hook of the user's may raise anything
-                failures += 1
-                log.debug("listening is interrupted: %r", error)
-                self.stopped.wait(seconds(OUTAGES, failures))
-        engine.dispose()
-
-    @contextmanager
-    def _connected(self, engine: Engine) -> Generator[Connection, None, None]:
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            try:
-                yield connection
-            finally:
-                connection.invalidate()  # it listens, or is broken: of no use to a pool
-
-    def _hear(self, connection: Connection) -> None:
-        driver: Any = connection.connection.driver_connection
-        silent = 0.0
-        while not self.stopped.is_set():
-            heard = self._ground.sessions.notified(driver, _SLICE)
-            if self._names & set(heard):
-                self._due()
-            silent = 0.0 if heard else silent + _SLICE
-            if silent >= _SILENCE.total_seconds():
-                # A connection that broke without a word is as silent as an idle one.
-                connection.exec_driver_sql("SELECT 1")
-                silent = 0.0
-
-
-def _is_pooled(connection: Connection) -> bool:
-    """Whether the backend is another one than the driver was told: a pooler makes that number up."""
-    driver: Any = connection.connection.driver_connection
-    return bool(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar() != driver.info.backend_pid)
+    def heard(self, payloads: Collection[str]) -> None:
+        if self._names.intersection(payloads):
+            self._due()

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     DateTime,
     Text,
@@ -72,6 +73,17 @@ class RunSummary:
     cursor: str
 
 
+class RunConditions(TypedDict, total=False):
+    """The conditions of :meth:`.Runs.find`, of which those that are given must all be met."""
+
+    status: StrEnum | Collection[StrEnum] | None
+    older_than: timedelta | None
+    newer_than: timedelta | None
+    error: str | None
+    owner: str | None
+    cancel_requested: bool | None
+
+
 def page(
     runs: RunRows[Any],
     conditions: Collection[ColumnElement[bool]],
@@ -99,29 +111,39 @@ def one(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]] = ()) -> AnySel
     return _summaries(runs, extras, traceback=True).where(runs.matches())
 
 
-def counts(runs: RunRows[Any]) -> AnySelect:
-    """Count the runs of each status that there are any of."""
-    return select(runs.status, func.count()).where(*runs.of_class()).group_by(runs.status)
+def counts(
+    runs: RunRows[Any], conditions: Collection[ColumnElement[bool]] = (), by: Sequence[Column[Any]] = ()
+) -> AnySelect:
+    """Count the runs of each status that there are any of.
+
+    :param by: columns whose values are told apart as well, and come first.
+    """
+    return (
+        select(*by, runs.status, func.count())
+        .where(*conditions, *runs.of_class())
+        .group_by(*by, runs.status)
+        .order_by(*by)
+    )
 
 
 def wanted(
     runs: RunRows[Any],
     *,
-    status: StrEnum | Collection[StrEnum] | None,
-    older_than: timedelta | None,
-    newer_than: timedelta | None,
-    error: str | None,
-    owner: str | None,
-    cancel_requested: bool | None,
+    status: StrEnum | Collection[StrEnum] | None = None,
+    older_than: timedelta | None = None,
+    newer_than: timedelta | None = None,
+    error: str | None = None,
+    owner: str | None = None,
+    cancel_requested: bool | None = None,
 ) -> list[ColumnElement[bool]]:
     """Return the conditions that a caller of ``find`` asks for."""
     conditions: list[ColumnElement[bool]] = []
     if status is not None:
-        conditions.append(runs.status.in_([runs.constant(each) for each in _statuses(runs, status)]))
+        conditions.append(runs.status.in_([runs.constant(each) for each in statuses(runs, status)]))
     if older_than is not None:
-        conditions.append(_created(runs) <= _ago("older_than", older_than))
+        conditions.append(_created(runs) <= ago("older_than", older_than))
     if newer_than is not None:
-        conditions.append(_created(runs) > _ago("newer_than", newer_than))
+        conditions.append(_created(runs) > ago("newer_than", newer_than))
     if error is not None:
         recorded = [sql_cast(runs.error, JSONB)[name].astext for name in ("type", "message")]
         conditions.append(or_(*(text.icontains(error, autoescape=True) for text in recorded)))
@@ -215,7 +237,11 @@ def _place(runs: RunRows[Any]) -> list[ColumnElement[Any]]:
     return [type_coerce(known, column.type), *runs.key]
 
 
-def _statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list[StrEnum]:
+def statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list[StrEnum]:
+    """Return the statuses that a caller names.
+
+    :raises UsageError: for one of another machine.
+    """
     machine = runs.lifecycle.machine
     given: Collection[object] = [status] if isinstance(status, str) else status
     for each in given:
@@ -224,7 +250,11 @@ def _statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list
     return [each for each in machine.transitions if each in given]
 
 
-def _ago(name: str, duration: timedelta) -> ColumnElement[datetime]:
+def ago(name: str, duration: timedelta) -> ColumnElement[datetime]:
+    """The instant so long before the database's present.
+
+    :raises UsageError: for a duration out of range.
+    """
     if not timedelta(0) <= duration <= LONGEST:
         raise UsageError(f"{name}={duration}: a duration from 0 to {LONGEST.days} days.")
     return clock.now() - clock.interval(duration)

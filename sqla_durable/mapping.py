@@ -58,9 +58,16 @@ def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Col
     _add(table, ForeignKeyConstraint([column.key for column in columns], referred, name=name, **options))
 
 
-def add_index(columns: Sequence[Column[Any]], where: ColumnElement[bool]) -> None:
-    """Add a partial index, named by the metadata's convention if it has one for indexes."""
-    Index(_name(columns[0].table, Index, columns[0].name), *columns, postgresql_where=where)
+def add_index(
+    columns: Sequence[Column[Any]], where: ColumnElement[bool] | None = None, name: str | None = None
+) -> None:
+    """Add an index, a partial one if need be, named by the metadata's convention if it has one for indexes.
+
+    :param name: what tells it from another index that begins with the same column.
+    """
+    table = columns[0].table
+    named = _name(table, Index, columns[0].name) if name is None else _name(table, Index, name, always=True)
+    Index(named, *columns, postgresql_where=where)
 
 
 def add_unique_index(name: str, columns: Sequence[Column[Any]], where: ColumnElement[bool], **options: Any) -> None:

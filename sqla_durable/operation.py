@@ -24,13 +24,14 @@ from sqla_durable.exc import (
     NotIssued,
     OperationFailed,
     OperationUnknown,
+    ReceiptMismatch,
     ResultError,
     RetryableError,
     TransactionConflict,
     UsageError,
 )
 from sqla_durable.failure import Failure
-from sqla_durable.holder import Holder
+from sqla_durable.holder import Given, Holder
 from sqla_durable.receipt import Effect, Receipt, StepOutcome, parsed
 from sqla_durable.retry import LONGEST
 from sqla_durable.rows import AnyRow
@@ -72,6 +73,7 @@ class Operation(Generic[IdsT, ResultT]):
     :param start: issues the operation.
     :param poll: asks for its result.
     :param every: how long to wait between polls.
+    :param given: what it is issued with.
     :raises UsageError: where ``every`` is not a duration.
     """
 
@@ -84,9 +86,10 @@ class Operation(Generic[IdsT, ResultT]):
         start: Callable[[], IdsT],
         poll: Callable[[IdsT], ResultT | Pending],
         every: timedelta,
+        given: Given | None = None,
     ) -> None:
-        given = cast(object, every)
-        if not isinstance(given, timedelta) or not timedelta(0) <= every <= LONGEST:
+        wait = cast(object, every)
+        if not isinstance(wait, timedelta) or not timedelta(0) <= every <= LONGEST:
             raise UsageError(f"operation(every={every!r}): a timedelta from 0 to {LONGEST.days} days.")
         self._holder = holder
         self._intents = holder.steps.intents
@@ -95,6 +98,7 @@ class Operation(Generic[IdsT, ResultT]):
         self._start = start
         self._poll = poll
         self._every = every
+        self._given = given
 
     def carry_out(self, key: str | int) -> ResultT:
         """See :meth:`.Run.operation`."""
@@ -104,7 +108,7 @@ class Operation(Generic[IdsT, ResultT]):
         with holder.raising(name):
             receipt = self._known(name)
             if receipt is not None and receipt.outcome.terminal:
-                value, told = replayed(receipt, Effect.OPERATION, self._result), None
+                value, told = holder.replay(receipt, Effect.OPERATION, self._result, self._given), None
             else:
                 receipt, ids = self._issued(name) if receipt is None else self._pending(receipt)
                 receipt, value, told = self._polled(receipt, ids)
@@ -115,10 +119,12 @@ class Operation(Generic[IdsT, ResultT]):
 
     def _known(self, name: str) -> Receipt | None:
         known = self._holder.receipts.get(name)
-        if known is not None:
-            refuse_other_kind(known, Effect.OPERATION)
         if known is None or known.outcome.terminal:
             return known
+        try:
+            self._holder.compare(known, Effect.OPERATION, self._given)
+        except ReceiptMismatch as error:
+            self._holder.mismatched(error)
         self._holder.refuse_lost()
         # An operator may have resolved an unknown outcome since this run was claimed.
         return self._look(name) if known.outcome is StepOutcome.ISSUED else known
@@ -135,14 +141,17 @@ class Operation(Generic[IdsT, ResultT]):
     def _pending(self, receipt: Receipt) -> tuple[Receipt, IdsT]:
         if receipt.outcome is StepOutcome.ISSUED:
             raise self._unknown(receipt.step, f"issued under fence {receipt.fence}, and no ids were recorded")
-        return receipt, self._ids.decode(receipt.ids, receipt.step)
+        try:
+            return receipt, self._ids.decode(receipt.ids, receipt.step)
+        except ReceiptMismatch as error:
+            self._holder.mismatched(error)
 
     # issuing
 
     def _issued(self, name: str) -> tuple[Receipt, IdsT]:
         holder = self._holder
         holder.refuse_lost()
-        issued = self._intents.issue(holder.lease, name)
+        issued = self._intents.issue(holder.lease, name, holder.fingerprint(self._given))
         if issued is None:
             known = self._look(name)
             if known is None:

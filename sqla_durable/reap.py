@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -59,7 +59,25 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
 
     :param notify: whether workers that listen are told of it.
     """
-    statuses = [runs.constant(status) for status in sorted(runs.lifecycle.requeue)]
+    return _requeue(runs, runs.lock(runs.matches(), _may_be_requeued(runs)), notify=notify)
+
+
+def requeue_all(
+    runs: RunRows[Any], conditions: Iterable[ColumnElement[bool]], limit: int, *, notify: bool = False
+) -> Update:
+    """Do the same with up to ``limit`` runs that meet the conditions, those that finished first; locked ones are left.
+
+    :param notify: as for :func:`requeue`.
+    """
+    locking = runs.lock(_may_be_requeued(runs), *conditions, skip_locked=True)
+    return _requeue(runs, locking.order_by(runs.finished_at).limit(at_most(limit)), notify=notify)
+
+
+def _may_be_requeued(runs: RunRows[Any]) -> ColumnElement[bool]:
+    return runs.status.in_([runs.constant(status) for status in sorted(runs.lifecycle.requeue)])
+
+
+def _requeue(runs: RunRows[Any], locking: AnySelect, *, notify: bool) -> Update:
     cleared = (
         runs.lease_owner,
         runs.lease_expires_at,
@@ -78,15 +96,33 @@ def requeue(runs: RunRows[Any], *, notify: bool = False) -> Update:
     if runs.until(runs.lifecycle.ready) is not None:
         expires_at = runs.column("expires_at")
         changes[expires_at] = case((expires_at > clock.stamp(), expires_at))
-    requeued = runs.update(runs.lock(runs.matches(), runs.status.in_(statuses)), changes)
-    return requeued.returning(*changes, *(runs.notices if notify else ()))
+    returned = dict.fromkeys([*runs.key, *changes])
+    return runs.update(locking, changes).returning(*returned, *(runs.notices if notify else ()))
 
 
-def request_cancel(runs: RunRows[Any]) -> Update:
+def request_cancel(runs: RunRows[Any], *, quietly: bool = False) -> Update:
     """Ask for a live run to be cancelled; the first instant is kept, and a run without a holder lands at once.
 
     A run whose expiry has passed is not asked: it leaves its status for expired only.
+
+    :param quietly: as for :meth:`.RunRows.update`.
     """
+    return _request_cancel(runs, runs.lock(runs.matches(), runs.in_flight()), quietly=quietly)
+
+
+def request_cancel_all(
+    runs: RunRows[Any], conditions: Iterable[ColumnElement[bool]], limit: int, *, quietly: bool = False
+) -> Update:
+    """Do the same with up to ``limit`` runs that meet the conditions and were not asked before; locked ones are left.
+
+    :param quietly: as for :func:`request_cancel`.
+    """
+    unasked = runs.in_flight(), runs.cancel_requested_at.is_(None)
+    locking = runs.lock(*unasked, *conditions, skip_locked=True)
+    return _request_cancel(runs, locking.order_by(*runs.key).limit(at_most(limit)), quietly=quietly)
+
+
+def _request_cancel(runs: RunRows[Any], locking: AnySelect, *, quietly: bool) -> Update:
     lifecycle, machine = runs.lifecycle, runs.lifecycle.machine
     living = [status for status in machine.transitions if status not in machine.terminal]
     changes: dict[Column[Any], Any] = {
@@ -103,8 +139,7 @@ def request_cancel(runs: RunRows[Any]) -> Update:
         }
         if runs.waits_for is not None:
             changes[runs.waits_for] = case((at_once, null()), else_=runs.waits_for)
-    locking = runs.lock(runs.matches(), runs.in_flight())
-    return runs.update(locking, changes, until=runs.until(*living)).returning(*runs.key, *changes)
+    return runs.update(locking, changes, until=runs.until(*living), quietly=quietly).returning(*runs.key, *changes)
 
 
 def _expire(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Update:
@@ -123,11 +158,13 @@ def _reap(runs: RunRows[Any], locking: AnySelect, name: str = "target") -> Updat
     kept, machine = runs.lifecycle.ready, runs.lifecycle.machine
     # From the lapse on, not from its discovery: a run that nobody looked at for an hour has waited long enough.
     due_again = runs.lease_expires_at + clock.backoff(runs.lifecycle.retry, runs.attempts)
+    resumable = runs.resumable()
+    owner: Any = runs.lease_owner if resumable is None else case((resumable, runs.lease_owner))
     changes: dict[Column[Any], Any] = {
         runs.status: _by_fate(runs, runs.constant),
         runs.lease_expires_at: null(),
         # The owner stays noted on a run that goes back to ready: until someone else claims it, its holder may resume.
-        runs.lease_owner: _by_fate(runs, lambda to: runs.lease_owner if to == kept else null()),
+        runs.lease_owner: _by_fate(runs, lambda to: owner if to == kept else null()),
         runs.available_at: _by_fate(runs, lambda to: due_again if to == kept else runs.available_at),
         runs.finished_at: _by_fate(runs, lambda to: clock.stamp() if to in machine.terminal else null()),
         runs.error: error,

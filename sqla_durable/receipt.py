@@ -46,8 +46,9 @@ from sqla_durable.rows import AnySelect, Ident, among, bound
 RunT = TypeVar("RunT")
 
 KEY_LENGTH = 200
+FINGERPRINT_LENGTH = 64
 UNSEALED = ""
-_RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at", "ids"
+_RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at", "ids", "input_fingerprint"
 
 
 class Effect(StrEnum):
@@ -98,6 +99,7 @@ class Receipt:
     :param recorded_at: when, on the database clock; of an operation that has not ended, when it came as far as it has.
     :param ids: what the service knows an operation by, as JSON; of a wait or sleep that the run was handed back for, an
      object whose ``until`` says until when; None for other steps.
+    :param input_fingerprint: the SHA-256 of what a function's step was called with; None for other steps.
     """
 
     step: str
@@ -108,6 +110,7 @@ class Receipt:
     fence: int
     recorded_at: datetime
     ids: Any = None
+    input_fingerprint: str | None = None
 
 
 class _ReceiptColumns:
@@ -121,6 +124,7 @@ class _ReceiptColumns:
         recorded_at: Mapped[datetime]
         unsealed: Mapped[str | None]
         ids: Mapped[Any]
+        input_fingerprint: Mapped[str | None]
     else:
         step = mapped_column(String(KEY_LENGTH), primary_key=True, sort_order=-1)
         outcome = mapped_column(String(20))
@@ -131,6 +135,7 @@ class _ReceiptColumns:
         recorded_at = mapped_column(DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()"))
         unsealed = mapped_column(String(KEY_LENGTH))
         ids = mapped_column(JSONB(none_as_null=True))
+        input_fingerprint = mapped_column(String(FINGERPRINT_LENGTH))
 
     __run__: ClassVar[type[Any]]
 
@@ -213,6 +218,7 @@ class ReceiptRows(OwnedRows):
         self.recorded_at = self.column("recorded_at")
         self.unsealed = self.column("unsealed")
         self.ids = self.column("ids")
+        self.input_fingerprint = self.column("input_fingerprint")
 
     @property
     def is_operation(self) -> ColumnElement[bool]:
@@ -265,7 +271,11 @@ def opening(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
     Inserted before the body rather than after it, the receipt also answers whether another transaction has recorded
     this step: its unique key sees what the statement's snapshot does not. One that failed earlier is opened again.
     """
-    return insert_receipt(receipts, held, {receipts.unsealed: literal(UNSEALED, String)})
+    values: dict[Column[Any], ColumnElement[Any]] = {
+        receipts.unsealed: literal(UNSEALED, String),
+        receipts.input_fingerprint: input_fingerprint(),
+    }
+    return insert_receipt(receipts, held, values)
 
 
 def sealing(receipts: ReceiptRows) -> Update:
@@ -296,6 +306,7 @@ def recording(receipts: ReceiptRows, held: CTE) -> ReturningInsert[Any]:
         receipts.result: json_bound("result"),
         receipts.error: json_bound("error"),
         receipts.recorded_at: clock.stamp(),
+        receipts.input_fingerprint: input_fingerprint(),
     }
     return insert_receipt(receipts, held, values)
 
@@ -319,11 +330,17 @@ def forget_failed(receipts: ReceiptRows) -> Delete:
     return delete(receipts.table).where(*receipts.of_run(), receipts.may_be_done_again)
 
 
+def forget_failed_of(receipts: ReceiptRows, identities: Sequence[Ident]) -> Delete:
+    """Do the same with some runs."""
+    return delete(receipts.table).where(among(receipts.run_key, identities), receipts.may_be_done_again)
+
+
 def receipt_of(row: Sequence[Any]) -> Receipt:
     """Return the value for the columns that :meth:`.ReceiptRows.recorded` names."""
-    step, outcome, result, error, effect, fence, recorded_at, ids = row
+    step, outcome, result, error, effect, fence, recorded_at, ids, given = row
     failure = None if error is None else Failure.from_json(json.loads(error))
-    return Receipt(step, StepOutcome(outcome), parsed(result), failure, Effect(effect), fence, recorded_at, parsed(ids))
+    ended = StepOutcome(outcome), parsed(result), failure
+    return Receipt(step, *ended, Effect(effect), fence, recorded_at, parsed(ids), given)
 
 
 def parsed(text: str | None) -> Any:
@@ -364,6 +381,11 @@ def insert_receipt(
 def step_key() -> ColumnElement[str]:
     """The parameter ``step``."""
     return bound("step", String())
+
+
+def input_fingerprint() -> ColumnElement[str | None]:
+    """The parameter ``input_fingerprint``."""
+    return bound("input_fingerprint", String())
 
 
 def json_bound(name: str) -> ColumnElement[Any]:

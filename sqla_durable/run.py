@@ -18,11 +18,13 @@ from sqlalchemy import (
     DateTime,
     Integer,
     String,
+    Update,
     and_,
     case,
     event,
     false,
     func,
+    literal,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
@@ -39,7 +41,7 @@ from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
 from sqla_durable.priority import PriorityMixin
-from sqla_durable.rows import Rows, constant
+from sqla_durable.rows import AnySelect, Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
@@ -166,6 +168,36 @@ class RunRows(Rows[RunT]):
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
         return ()
+
+    def resumable(self) -> ColumnElement[bool] | None:
+        """What must hold for the holder of a run that was reaped to ready to take it back; None where it always may."""
+        return None
+
+    def upon_landing(self, landed: ColumnElement[bool]) -> Mapping[Column[Any], Any]:  # noqa: ARG002 - of those that do
+        """What else a statement that may land a run sets, in terms of the row as it was.
+
+        :param landed: the condition that it does land this one.
+        """
+        return {}
+
+    def update(
+        self,
+        locking: AnySelect,
+        values: Mapping[Column[Any], Any],
+        name: str = "target",
+        *,
+        until: ColumnElement[Any] | None = None,
+        quietly: bool = False,
+    ) -> Update:
+        """See :meth:`.Rows.update`; one that sets when a run finished is one that may land it.
+
+        :param quietly: whether it is made in a transaction that may send no notification.
+        """
+        if self.finished_at in values and not quietly:
+            value = values[self.finished_at]
+            ends = value.is_not(None) if isinstance(value, ColumnElement) else literal(value is not None)
+            values = {**values, **self.upon_landing(and_(self.finished_at.is_(None), ends))}
+        return super().update(locking, values, name, until=until)
 
     @cached_property
     def used_up(self) -> ColumnElement[bool] | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from queue import SimpleQueue
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
@@ -18,10 +23,11 @@ from sqla_durable.dispatch import Work, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
+from sqla_durable.gather import Call, gathered
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
@@ -35,6 +41,13 @@ P = ParamSpec("P")
 IdsT = TypeVar("IdsT")
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+_AT_ONCE: Final = 32
 
 
 class Handle(Generic[RunT]):
@@ -93,6 +106,13 @@ class Stepping(Handle[RunT]):
         super().__init__(holder)
         self._one_at_a_time = threading.RLock()
 
+    @contextmanager
+    def _alone(self, key: str | int) -> Generator[None, None, None]:
+        # Before it waits: a step inside a call of gather(), in another thread, would wait for itself.
+        self.holder.refuse_nested(key)
+        with self._one_at_a_time:
+            yield
+
     def step(
         self,
         key: str | int,
@@ -116,14 +136,16 @@ class Stepping(Handle[RunT]):
         :raises StepReused: where the key was used before in this execution.
         :raises TransactionEnded: where the body ended its transaction or swallowed a database error.
         :raises ResultError: where the result would not come back equal.
-        :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
+        :raises ReceiptMismatch: where the receipt is of another kind of step, or its result does not decode; in a
+         function also where it was recorded for another input.
         :raises RetryableError: where the database cut the step off, or was lost; nothing is recorded.
         :raises Exception: what ``fn`` raises; it is recorded as the step's failure.
         """
         refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
-        with self._one_at_a_time:
-            return self.holder.transactional(key, codec, lambda session: plain(fn(session, *args, **kwargs), fn))
+        given = fn, args, kwargs
+        with self._alone(key):
+            return self.holder.transactional(key, codec, lambda session: plain(fn(session, *args, **kwargs), fn), given)
 
     def external(self, key: str | int, fn: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """Call ``fn(*args, **kwargs)`` outside any transaction, then record its result: at least once.
@@ -138,8 +160,8 @@ class Stepping(Handle[RunT]):
         """
         refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
-        with self._one_at_a_time:
-            return self.holder.external(key, codec, lambda: plain(fn(*args, **kwargs), fn))
+        with self._alone(key):
+            return self.holder.external(key, codec, lambda: plain(fn(*args, **kwargs), fn), (fn, args, kwargs))
 
     def keyed(
         self, key: str | int, fn: Callable[Concatenate[str, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
@@ -157,8 +179,9 @@ class Stepping(Handle[RunT]):
         """
         refuse_coroutine(fn)
         codec: Codec[ResultT] = codec_for(fn)
-        with self._one_at_a_time:
-            return self.holder.keyed(key, codec, lambda name: plain(fn(name, *args, **kwargs), fn))
+        given = fn, args, kwargs
+        with self._alone(key):
+            return self.holder.keyed(key, codec, lambda name: plain(fn(name, *args, **kwargs), fn), given)
 
     def operation(
         self,
@@ -196,8 +219,9 @@ class Stepping(Handle[RunT]):
             start=lambda: plain(start(), start),
             poll=lambda ids: plain(poll(ids), poll),
             every=every,
+            given=(start, (), {}),
         )
-        with self._one_at_a_time:
+        with self._alone(key):
             return operation.carry_out(key)
 
     @overload
@@ -231,7 +255,7 @@ class Stepping(Handle[RunT]):
         :raises Exception: as for :meth:`step`.
         """
         wait: Wait[Any] = Wait(self.holder, name, codec_of(type_), key=key, timeout=timeout)
-        with self._one_at_a_time:
+        with self._alone(wait.key):
             return wait.carry_out()
 
     def answer(
@@ -261,7 +285,7 @@ class Stepping(Handle[RunT]):
             key=key,
             timeout=timeout,
         )
-        with self._one_at_a_time:
+        with self._alone(answer.key):
             return answer.carry_out()
 
     def sleep(self, key: str | int, duration: timedelta | datetime, /) -> None:
@@ -277,8 +301,54 @@ class Stepping(Handle[RunT]):
         :raises Exception: as for :meth:`step`.
         """
         sleep = Sleep(self.holder, duration)
-        with self._one_at_a_time:
+        with self._alone(key):
             sleep.carry_out(key)
+
+    @overload
+    def gather(self, a: Call[A], /) -> tuple[A]: ...
+
+    @overload
+    def gather(self, a: Call[A], b: Call[B], /) -> tuple[A, B]: ...
+
+    @overload
+    def gather(self, a: Call[A], b: Call[B], c: Call[C], /) -> tuple[A, B, C]: ...
+
+    @overload
+    def gather(self, a: Call[A], b: Call[B], c: Call[C], d: Call[D], /) -> tuple[A, B, C, D]: ...
+
+    @overload
+    def gather(self, a: Call[A], b: Call[B], c: Call[C], d: Call[D], e: Call[E], /) -> tuple[A, B, C, D, E]: ...
+
+    @overload
+    def gather(
+        self, a: Call[A], b: Call[B], c: Call[C], d: Call[D], e: Call[E], f: Call[F], /
+    ) -> tuple[A, B, C, D, E, F]: ...
+
+    @overload
+    def gather(self, *calls: Call[ResultT]) -> tuple[ResultT, ...]: ...
+
+    def gather(self, *calls: Call[Any]) -> tuple[Any, ...]:
+        """Make a few independent calls at once, each an external or keyed step with a receipt of its own.
+
+        ::
+
+            stock, price = run.gather(call("stock", look_up, item), call("price", ask, item))
+
+        The calls are made in threads of their own, no more than 32 at a time; each receipt is recorded as its call
+        ends. Those that have a receipt are answered from it. Where one fails, the others end and are recorded before
+        its failure is raised, and the same calls may be gathered again: only what has failed is called anew.
+
+        :param calls: what :func:`~sqla_durable.call` and :func:`~sqla_durable.keyed_call` return, with distinct keys.
+        :return: the results in the order of the calls, as they read back from the receipts.
+        :raises StepReused: where a key was used before in this execution, or is given twice.
+        :raises LostLease: where the fence has moved on, when all calls have ended.
+        :raises ExceptionGroup: where several calls have failed; it is retryable where each of them is.
+        :raises Exception: as for :meth:`step`.
+        """
+        for each in calls:
+            refuse_coroutine(each.fn)
+        with self._alone(keys_of(calls)):
+            return gathered(self.holder, calls, _made)
 
     def renew(self) -> None:
         """Renew the lease now; within a step of this run, whose lock is proof enough, return at once.
@@ -504,6 +574,71 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.requeue(ident)
 
+    def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life, as :meth:`requeue` does; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A row that is locked is
+        left, and so is a run that has ended since this was called.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :raises UsageError: without any condition.
+        :raises RunInFlight: where ``Lifecycle(one_in_flight=...)`` leaves no room for one; none of its batch is
+         requeued.
+        """
+        return self._verbs.bulk.requeue(limit, conditions, everything=everything)
+
+    def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts; return how many.
+
+        In batches, each in a transaction of its own, those that finished first before others. A run that has not ended
+        is never deleted, and a row that is locked is left. With a run goes its idempotency key: the same key starts
+        another one.
+
+        :param older_than: how long ago at the least, on the database clock.
+        :param status: only runs in this terminal status, or in one of these.
+        :param batch: how many are deleted at a time.
+        :param limit: how many at the most; by default all.
+        :raises RunReferenced: where rows of another table refer to such a run and keep it from being deleted; none of
+         its batch is.
+        :raises UsageError: for a status that is not terminal, or a duration out of range.
+        """
+        return self._verbs.bulk.purge(older_than, status, batch, limit)
+
+    # in the caller's transaction
+
+    def cancel_all(
+        self,
+        session: Session,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for all live runs that meet every condition to be cancelled.
+
+        As :meth:`request_cancel` does. A run that was asked before is not asked again, and one whose row is locked, by
+        a step for one, is left: call this again until it returns 0 and :meth:`find` finds none.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :return: how many were asked.
+        :raises UsageError: without any condition, or where the lifecycle names no cancelled status.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.bulk.cancel(session, limit, conditions, everything=everything)
+
     @overload
     def update(
         self,
@@ -550,7 +685,8 @@ class Runs(Generic[RunT]):
 
         :param name: from 1 to 200 printable characters.
         :param payload: what the run is handed.
-        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON.
+        :param type_: how the payload is stored, as an annotation would say it; by default as plain JSON, or as the
+         pydantic model, dataclass or other value that it is.
         :return: True if it was sent; False where the run has landed.
         :raises RunNotFound: where there is no such run.
         :raises ResultError: where the payload would not come back equal.
@@ -670,6 +806,36 @@ class SyncSessions:
     def notified(self, driver: Any, seconds: float) -> list[str]:
         return [notification.payload for notification in driver.notifies(timeout=seconds, stop_after=1)]
 
+    def concurrently(
+        self, calls: Sequence[Callable[[], ResultT]]
+    ) -> Generator[tuple[int, Callable[[], ResultT]], None, None]:
+        ended: SimpleQueue[tuple[int, Future[ResultT]]] = SimpleQueue()
+        left = deque(enumerate(calls))
+
+        def make() -> None:
+            while left:
+                try:
+                    position, call = left.popleft()
+                except IndexError:
+                    return
+                future: Future[ResultT] = Future()
+                try:
+                    future.set_result(context.copy().run(call))
+                except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+                    future.set_exception(error)
+                ended.put((position, future))
+
+        context = contextvars.copy_context()
+        try:
+            for _ in range(min(len(calls), _AT_ONCE)):
+                # Daemons: an interrupted process does not wait for calls that nobody waits for any more.
+                threading.Thread(target=make, name="sqla_durable gather", daemon=True).start()
+            for _ in calls:
+                position, future = ended.get()
+                yield position, future.result
+        finally:
+            left.clear()
+
     def run_in_thread(self, work: Callable[[], None]) -> None:
         work()
 
@@ -684,8 +850,8 @@ class _Gate:
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def wait(self) -> None:
-        self._lock.acquire()
+    def wait(self, seconds: float | None = None) -> None:
+        self._lock.acquire(timeout=-1 if seconds is None else seconds)
 
     def open(self) -> None:
         self._lock.release()
@@ -702,6 +868,15 @@ def work_of(verbs: Verbs[RunT], handler: Callable[[Holder[RunT]], object]) -> Wo
         return verbs.begin(holder, handled, at_once=True, on_lost=on_lost)
 
     return Work(verbs, execute)
+
+
+def _made(fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    return plain(fn(*args, **kwargs), fn)
+
+
+def keys_of(calls: Sequence[Call[Any]]) -> str:
+    """Return the keys of calls that are gathered, for errors."""
+    return ", ".join(str(each.key) for each in calls)
 
 
 def refuse_coroutine(fn: Callable[..., Any]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
+from dataclasses import is_dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, cast
 
+from pydantic import BaseModel
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
@@ -115,7 +118,7 @@ class Sending:
         name = signal_name(name)
         identity = self._store.runs.identity(ident)
         try:
-            text, _ = codec_of(type_, "the payload").round_trip(payload, name)
+            text, _ = codec_of(_type_of(payload, type_), "the payload").round_trip(payload, name)
         except ResultError as error:
             said = str(error).removeprefix(f"step {name!r}: ")
             raise ResultError(f"the payload of signal {name!r}: {said}") from error
@@ -174,3 +177,10 @@ class Sending:
     @cached_property
     def _replies(self) -> AnySelect:
         return replies(self._store.runs, self._store.signals)
+
+
+def _type_of(payload: object, type_: Any) -> Any:
+    """Return how a payload is stored: as is said, or else as what it is; a collection, as plain JSON."""
+    plain = payload is None or isinstance(payload, str | int | float | Iterable)
+    model = isinstance(payload, BaseModel) or is_dataclass(payload)
+    return type(payload) if type_ is Any and (model or not plain) else type_

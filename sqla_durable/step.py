@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property, partial
 from typing import Any, Final, Generic, TypeVar
 
-from sqlalchemy import Connection, Interval, Text, case, func, literal, null, select
+from sqlalchemy import ColumnElement, Connection, Interval, Text, case, func, literal, null, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.exc import DBAPIError
 
 from sqla_durable import clock, fence, stop
 from sqla_durable.codec import Codec
-from sqla_durable.exc import DatabaseUnavailable, ReceiptMismatch, StepFailed
+from sqla_durable.exc import DatabaseUnavailable, InputMismatch, ReceiptMismatch, StepFailed
 from sqla_durable.failure import Failure
 from sqla_durable.intent import Intents
 from sqla_durable.lease import Lease
@@ -72,15 +72,18 @@ def records(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def _idle_limit(runs: RunRows[Any]) -> list[Any]:
     limit = runs.lifecycle.idle_limit
-    if limit is None:
-        return [null()]
+    return [null()] if limit is None else [idle_limit(limit)]
+
+
+def idle_limit(limit: timedelta) -> ColumnElement[Any]:
+    """Have PostgreSQL end this transaction where its connection is left idle for longer than that."""
     # Never longer than what the server or role already sets; 0 means no limit there.
     name = literal("idle_in_transaction_session_timeout", Text)
     current = func.current_setting(name, type_=Text)
     milliseconds = f"{max(1, int(limit.total_seconds() * 1000))}"
     tighter = sql_cast(current, Interval).between(clock.interval(limit * 0), clock.interval(limit))
     setting = case((tighter & (current != "0"), current), else_=milliseconds)
-    return [func.set_config(name, setting, literal(True)).label("idle_limit")]  # noqa: FBT003
+    return func.set_config(name, setting, literal(True)).label("idle_limit")  # noqa: FBT003
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +131,32 @@ class Steps:
         key: str,
         body: Callable[[Any], ValueT],
         codec: Codec[ValueT],
+        given: str | None = None,
         beside: Beside = NOTHING_BESIDE,
     ) -> Recorded[ValueT]:
         """Run a step's body in one transaction with its receipt, again where it conflicts with another transaction.
 
+        :param given: the fingerprint of the step's input, to be recorded.
         :param beside: what else is done in that transaction.
         :raises LostLease: where the fence has moved on; the body is not called.
         """
-        return retry_conflicts(lambda: self._attempt(lease, key, body, codec, beside))
+        return retry_conflicts(lambda: self._attempt(lease, key, body, codec, given, beside))
 
     def _attempt(
-        self, lease: Lease, key: str, body: Callable[[Any], ValueT], codec: Codec[ValueT], beside: Beside
+        self,
+        lease: Lease,
+        key: str,
+        body: Callable[[Any], ValueT],
+        codec: Codec[ValueT],
+        given: str | None,
+        beside: Beside,
     ) -> Recorded[ValueT]:
         session = self.store.sessions.step()
         transaction: StepTransaction | None = None
         returned = False
         try:
             connection, transaction = self._begin(session)
-            opened = self._open(connection, lease, key, beside.effect)
+            opened = self._open(connection, lease, key, given, beside.effect)
             if not opened.opened:
                 return self._known(connection, lease, key, codec, beside.effect)
             beside.opened(connection)
@@ -154,7 +165,7 @@ class Steps:
             transaction.refuse_ended()
             session.flush()
             text, result = codec.round_trip(value, key)
-            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at, beside)
+            sealed = partial(self._seal, transaction, connection, lease, key, text, opened.renew_at, given, beside)
             receipt = session.commit_step(sealed)
         except Exception as error:
             ours = translate(error) if transaction is None else transaction.verdict(error, returned=returned)
@@ -168,20 +179,29 @@ class Steps:
         return Recorded(receipt, result)
 
     def record(
-        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        *,
+        result: str | None = None,
+        failure: Failure | None = None,
+        given: str | None = None,
     ) -> Written:
         """Record a step that has already happened, in one statement.
 
+        :param given: the fingerprint of the step's input.
         :return: the receipt, which is another holder's of the same lease if that recorded the step first.
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
-        values = self._values(lease, key, effect, result=result, failure=failure)
+        values = self._values(lease, key, effect, result=result, failure=failure, given=given)
         row = self.store.patiently(lambda: self.store.write(lease, lambda connection: self._record(connection, values)))
         told = stop.stop_of(self.store.runs, row)
         if row.recorded_at is None:
             known = self.read(lease, key)
             return Written(known, before=True, stop=told)
-        return Written(self._receipt(lease, key, effect, row.recorded_at, result, failure), before=False, stop=told)
+        receipt = self._receipt(lease, key, effect, row.recorded_at, result, failure, given)
+        return Written(receipt, before=False, stop=told)
 
     def record_in(self, connection: Connection, lease: Lease, key: str, result: str) -> Receipt | None:
         """Record a step in the transaction of ``connection``; None where it has a receipt already."""
@@ -209,8 +229,8 @@ class Steps:
         session.bind_step(connection)
         return connection, StepTransaction(session, transaction, connection, self.guard)
 
-    def _open(self, connection: Connection, lease: Lease, key: str, effect: Effect) -> AnyRow:
-        parameters = self.store.parameters(lease, step=key, effect=effect.value)
+    def _open(self, connection: Connection, lease: Lease, key: str, given: str | None, effect: Effect) -> AnyRow:
+        parameters = self.store.parameters(lease, step=key, effect=effect.value, input_fingerprint=given)
         row = self.store.held(connection, lease, lambda connection: self.open.first(connection, parameters))
         if (told := stop.stop_of(self.store.runs, row)) is not None:
             raise self.store.stopped(lease, told)
@@ -224,6 +244,7 @@ class Steps:
         key: str,
         text: str,
         renew_at: Any,
+        given: str | None,
         beside: Beside,
     ) -> Receipt:
         parameters = self.store.parameters(lease, step=key, result=text, renew_at=renew_at)
@@ -236,7 +257,7 @@ class Steps:
         beside.sealed(connection, text)
         if row.renewal_due:
             self.store.renew.first(connection, self.store.parameters(lease))
-        return self._receipt(lease, key, beside.effect, row.recorded_at, text, None)
+        return self._receipt(lease, key, beside.effect, row.recorded_at, text, None, given)
 
     def _known(
         self, connection: Connection, lease: Lease, key: str, codec: Codec[ValueT], effect: Effect
@@ -256,19 +277,32 @@ class Steps:
         return receipt_of(connection.execute(self.reading, {**key_of_run, **arguments(step=key)}).one())
 
     def _values(
-        self, lease: Lease, key: str, effect: Effect, *, result: str | None = None, failure: Failure | None = None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        *,
+        result: str | None = None,
+        failure: Failure | None = None,
+        given: str | None = None,
     ) -> dict[str, Any]:
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
         error = None if failure is None else json.dumps(failure.to_json())
-        return self.store.parameters(
-            lease, step=key, effect=effect.value, outcome=outcome.value, result=result, error=error
-        )
+        values = {"step": key, "effect": effect.value, "input_fingerprint": given}
+        return self.store.parameters(lease, **values, outcome=outcome.value, result=result, error=error)
 
     def _receipt(
-        self, lease: Lease, key: str, effect: Effect, at: datetime, result: str | None, failure: Failure | None
+        self,
+        lease: Lease,
+        key: str,
+        effect: Effect,
+        at: datetime,
+        result: str | None,
+        failure: Failure | None,
+        given: str | None = None,
     ) -> Receipt:
         outcome = StepOutcome.SUCCEEDED if failure is None else StepOutcome.FAILED
-        return Receipt(key, outcome, parsed(result), failure, effect, lease.fence, at)
+        return Receipt(key, outcome, parsed(result), failure, effect, lease.fence, at, input_fingerprint=given)
 
     @cached_property
     def guard(self) -> str:
@@ -303,7 +337,8 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
 
     :raises StepFailed: where the step had failed.
     :raises SignalTimeout: where it was a wait that timed out.
-    :raises ReceiptMismatch: where the receipt is of another kind of step, or does not decode.
+    :raises ReceiptMismatch: where the receipt is of another kind of step.
+    :raises ResultMismatch: where its result does not decode.
     """
     refuse_other_kind(receipt, effect)
     if receipt.failure is not None:
@@ -311,6 +346,20 @@ def replayed(receipt: Receipt, effect: Effect, codec: Codec[ValueT]) -> ValueT:
             raise timeout
         raise StepFailed(receipt.step, receipt.failure)
     return codec.decode(receipt.result, receipt.step)
+
+
+def refuse_other_input(receipt: Receipt, given: str | None) -> None:
+    """Refuse a receipt of a step that was called with another input.
+
+    :param given: the fingerprint of the input that it is called with now; None to let it be.
+    :raises InputMismatch: where it is one.
+    """
+    if given is not None and receipt.input_fingerprint not in {None, given}:
+        raise InputMismatch(
+            f"step {receipt.step!r} was recorded when it was called with another input. Give it what it was given "
+            "then, the same in every attempt; where the code has changed on purpose, give the changed step a new key, "
+            "or declare the function with on_mismatch."
+        )
 
 
 def refuse_other_kind(receipt: Receipt, effect: Effect) -> None:

@@ -157,6 +157,8 @@ class Store(Ground, Generic[RunT]):
         if row.lease_owner != lease.owner:
             return None
         requested, late = row.cancel_requested_at is not None, runs.deadline is not None and row.out_of_time
+        # The deadline of a run that is still held may have been moved since the write was refused for it.
+        late = late or (runs.deadline is not None and row.status == runs.lifecycle.running)
         return reasons(runs, requested=requested, late=late)
 
     def stopped(self, lease: Lease, told: Stop) -> Cancelled | TimedOut:

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection
 from sqlalchemy.orm import Session
 
 from sqla_durable import fence, intent, listing, reap, receipt
+from sqla_durable.bulk import Bulk
 from sqla_durable.caller import unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
@@ -49,6 +50,7 @@ class Verbs(Generic[RunT]):
         self.reading = Reading(self.store)
         self.claims = self.claims_of(owner)
         self.heartbeat = Heartbeat(self.store)
+        self.bulk = Bulk(self.store, self.wanted)
 
     def claims_of(self, owner: str | None) -> Claims[RunT]:
         """Make what claims its runs."""
@@ -263,7 +265,8 @@ class Verbs(Generic[RunT]):
         session.flush()
         with translated():
             connection = self.store.callers_connection(session)
-            row: AnyRow = connection.execute(reap.request_cancel(self.runs), self.runs.parameters(identity)).first()
+            asking = reap.request_cancel(self.runs, quietly=session.twophase)
+            row: AnyRow = connection.execute(asking, self.runs.parameters(identity)).first()
         if row is not None and (loaded := self.runs.loaded(session, row, identity)) is not None:
             self.runs.show(loaded, row._mapping)
         return row is not None

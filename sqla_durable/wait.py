@@ -97,7 +97,7 @@ class Wait(_Awaited[PayloadT]):
         """See :meth:`.Run.wait`."""
         return self.holder.step(self.key, Effect.SIGNAL, self._payload, self._live)
 
-    def _live(self, key: str) -> Recorded[PayloadT]:
+    def _live(self, key: str, _: str | None) -> Recorded[PayloadT]:
         lease = self.holder.lease
         while True:
             taken = self.waits.take(lease, key, self.name)
@@ -167,9 +167,9 @@ class Answer(_Awaited[PayloadT], Generic[PayloadT, ResultT]):
 
     def carry_out(self) -> ResultT:
         """See :meth:`.Run.answer`."""
-        return self.holder.step(self.key, Effect.SIGNAL, self._result, self._live, self._record_failure)
+        return self.holder.step(self.key, Effect.SIGNAL, self._result, self._live, record_failure=self._record_failure)
 
-    def _live(self, key: str) -> Recorded[ResultT]:
+    def _live(self, key: str, _: str | None) -> Recorded[ResultT]:
         holder = self.holder
         while True:
             answering = _Answering(self, key)
@@ -180,7 +180,7 @@ class Answer(_Awaited[PayloadT], Generic[PayloadT, ResultT]):
                         key,
                         lambda session: self._body(session, answering.payload),  # noqa: B023 - called at once
                         self._result,
-                        answering,
+                        beside=answering,
                     )
             except _NoSignal:
                 pass
@@ -216,7 +216,7 @@ class Sleep:
         codec: Codec[None] = codec_of(type(None))
         self._holder.step(key, Effect.SLEEP, codec, self._live)
 
-    def _live(self, key: str) -> Recorded[None]:
+    def _live(self, key: str, _: str | None) -> Recorded[None]:
         holder = self._holder
         asleep = partial(holder.steps.waits.sleep, holder.lease, key, self._duration)
         over = holder.park_by(asleep, f"the end of sleep {key!r}")

@@ -383,7 +383,7 @@ class Waits:
             return Parked(row._mapping, row._mapping[self.store.runs.available_at])
 
         # A snapshot of the whole transaction would be from before the wait for the senders.
-        return self.store.execute(work, _READ_COMMITTED)
+        return self.store.execute(work, isolation=_READ_COMMITTED)
 
     def sleep(self, lease: Lease, key: str, duration: timedelta | datetime) -> Parked | Receipt | None:
         """Hand the run back until an instant; where that has passed, record it.
@@ -428,6 +428,7 @@ class Waits:
             outcome=StepOutcome.FAILED.value,
             result=None,
             error=json.dumps(failure.to_json()),
+            input_fingerprint=None,
         )
 
     def _refuse_stopped(self, lease: Lease, row: AnyRow) -> None:

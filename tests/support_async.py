@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Engine
@@ -13,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from sqla_durable import Receipt, Runs
+from sqla_durable import Call, Receipt, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
+from sqla_durable.asyncio.runs import AsyncStepping
 from tests.support import Entry, Plan, PlanStep
 
 Wait = Callable[[Awaitable[Any]], Any]
@@ -29,10 +31,13 @@ def as_async_step(fn: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
 
 
 def as_async_call(fn: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    if isinstance(fn, functools.partial):
+        return functools.partial(as_async_call(fn.func), *fn.args, **fn.keywords)
+
     @functools.wraps(fn)
-    async def call(*args: Any) -> Any:
+    async def call(*args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(0)
-        return fn(*args)
+        return fn(*args, **kwargs)
 
     return call
 
@@ -40,7 +45,7 @@ def as_async_call(fn: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
 class Facade:
     """Looks like a run: its verbs wait for those of an asyncio run."""
 
-    def __init__(self, run: AsyncRun[Any], wait: Wait) -> None:
+    def __init__(self, run: AsyncStepping[Any], wait: Wait) -> None:
         self.run = run
         self.wait = wait
         self.holder = run.holder
@@ -62,6 +67,9 @@ class Facade:
 
     def operation(self, key: Any, *, start: Callable[..., Any], poll: Callable[..., Any], **options: Any) -> Any:
         return self.wait(self.run.operation(key, start=as_async_call(start), poll=as_async_call(poll), **options))
+
+    def gather(self, *calls: Call[Any]) -> Any:
+        return self.wait(self.run.gather(*(replace(each, fn=as_async_call(each.fn)) for each in calls)))
 
     def idempotency_key(self, key: Any) -> str:
         return self.run.idempotency_key(key)

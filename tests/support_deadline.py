@@ -12,6 +12,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqla_durable import DeadlineMixin, Lifecycle, ReceiptMixin, Retry, RunMixin, StatusMachine
 from sqla_durable.testing import overrun
 
+HOUR = timedelta(hours=1)
+
 
 class Status(StrEnum):
     READY = "ready"

@@ -12,7 +12,16 @@ from sqlalchemy import Engine, create_engine, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from sqla_durable import FunctionMixin, FunctionRun, Functions, ReceiptMixin, Retry, Worker, function_lifecycle
+from sqla_durable import (
+    FunctionMixin,
+    FunctionRun,
+    Functions,
+    ReceiptMixin,
+    Retry,
+    SignalMixin,
+    Worker,
+    function_lifecycle,
+)
 
 BUDGET = timedelta(seconds=20)
 
@@ -29,6 +38,10 @@ class DurableRun(FunctionMixin, FunctionBase):
 
 class DurableStep(ReceiptMixin[DurableRun], FunctionBase):
     __tablename__ = "durable_step"
+
+
+class DurableSignal(SignalMixin[DurableRun], FunctionBase):
+    __tablename__ = "durable_signal"
 
 
 class Entry(FunctionBase):
@@ -60,7 +73,7 @@ async def ship_async(session: AsyncSession, order: Order) -> Shipment:
 
 def made(factory: sessionmaker[Session], **options: Any) -> Functions[DurableRun]:
     """Functions with one that ships an order."""
-    functions = Functions(factory, DurableRun, DurableStep, **options)
+    functions = Functions(factory, DurableRun, DurableStep, signals=DurableSignal, **options)
 
     @functions.function("fulfil")
     def fulfil(run: FunctionRun, order: Order) -> Shipment:

@@ -32,7 +32,7 @@ class Order(WaitMixin, RunMixin, OrderBase):
         dead=PlanStatus.DEAD,
         cancelled=PlanStatus.CANCELLED,
         lease=timedelta(seconds=30),
-        retry=Retry(max_attempts=3, backoff=timedelta(0), cap=timedelta(0)),
+        retry=Retry(max_attempts=1000, backoff=timedelta(0), cap=timedelta(0)),
         requeue={PlanStatus.FAILED, PlanStatus.DEAD, PlanStatus.CANCELLED},
     )
 

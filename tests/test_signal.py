@@ -28,7 +28,7 @@ from sqla_durable import (
     UsageError,
 )
 from sqla_durable.testing import let_pass
-from tests.support import Plan, PlanStatus, PlanStep, approved_plan
+from tests.support import Background, Plan, PlanStatus, PlanStep, approved_plan
 from tests.support_signals import (
     Order,
     OrderSignal,
@@ -218,7 +218,7 @@ def test_a_step_under_way_does_not_hold_a_sender_up(orders: Runs[Order], ident: 
     def body(session: Session) -> None:
         add_line(session, "step")
         session.flush()
-        send(orders, ident, "paid", 7)
+        Background(lambda: send(orders, ident, "paid", 7)).result()
 
     def handler(run: Run[Order]) -> None:
         run.step("send", body)

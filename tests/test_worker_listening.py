@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Runs, Worker, listening
+from sqla_durable import Runs, Worker, listener
 from sqla_durable.dispatch import Dispatcher
 from sqla_durable.wake import CHANNEL
 from tests.support import Background, Plan, PlanStatus, PlanStep, approved_plan, column, eventually, write_entry
@@ -60,13 +60,13 @@ def test_what_was_started_before_the_worker_listened_is_not_missed(
     engine: Engine, session_factory: sessionmaker[Session], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    is_pooled = listening._is_pooled
+    is_pooled = listener.is_pooled
 
     def late(connection: Any) -> bool:
         started.append(approved_plan(session_factory))  # and nobody hears of it
         return is_pooled(connection)
 
-    monkeypatch.setattr(listening, "_is_pooled", late)
+    monkeypatch.setattr(listener, "is_pooled", late)
     with working(form, engine, plans_by(one_step), listen=True, poll=HOUR):
         eventually(lambda: started, "a listener")
         eventually(executed(engine, started[0]), "the run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
@@ -13,22 +13,26 @@ from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
 from sqla_durable.asyncio.runs import AsyncSessions, AsyncStepping, carry_out, work_of
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
-from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
+from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+ReplyT = TypeVar("ReplyT")
 RowT = DefaultingTypeVar("RowT", bound=FunctionMixin, default=Any)
 
 
@@ -57,7 +61,9 @@ class AsyncFunctions(Generic[FunctionT]):
     :param session_factory: makes the session of each transaction; bound to one asyncio engine.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function, in all workers.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -67,10 +73,12 @@ class AsyncFunctions(Generic[FunctionT]):
         run: type[FunctionT],
         receipt: type[ReceiptMixin[Any]],
         *,
+        signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
+        concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("AsyncFunctions")
-        self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, owner, self._registry)
+        self._registry = Registry("AsyncFunctions", concurrency_per_tenant)
+        self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -82,6 +90,11 @@ class AsyncFunctions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]],
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
@@ -96,7 +109,17 @@ class AsyncFunctions(Generic[FunctionT]):
                     f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with "
                     "Functions, which the same worker can carry out."
                 )
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name,
+                body,
+                retry=retry,
+                max_duration=max_duration,
+                concurrency=concurrency,
+                concurrency_per_tenant=concurrency_per_tenant,
+                rate=rate,
+                on_mismatch=on_mismatch,
+                aliases=aliases,
+            )
             return body
 
         return register
@@ -213,9 +236,74 @@ class AsyncFunctions(Generic[FunctionT]):
         given = [(each,) for each in every]
         return await session.run_sync(self._verbs.start_many, function, given, keys, values)
 
+    async def signal(
+        self,
+        session: AsyncSession,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        type_: Any = Any,
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction. See :meth:`.Functions.signal`."""
+        return await session.run_sync(self._verbs.signal, handle, name, payload, type_)
+
+    @overload
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ReplyT],
+    ) -> ReplyT: ...
+
+    @overload
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any: ...
+
+    async def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any:
+        """Send a signal, and return what the run replies. See :meth:`.Functions.update`."""
+        return await greenlet_spawn(self._verbs.update, handle, name, payload, type_, returns, timeout)
+
     async def request_cancel(self, session: AsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
         return await session.run_sync(self._verbs.cancel_function, handle)
+
+    async def fork(
+        self,
+        session: AsyncSession,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
+        values |= {"available_at": run_at, "priority": priority}
+        return await session.run_sync(self._verbs.fork, handle, from_step, key, values)
 
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
@@ -264,6 +352,7 @@ class AsyncFunctions(Generic[FunctionT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        waiting: bool | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[FunctionSummary]:
@@ -279,6 +368,7 @@ class AsyncFunctions(Generic[FunctionT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            waiting=waiting,
             limit=limit,
             after=after,
         )
@@ -286,6 +376,42 @@ class AsyncFunctions(Generic[FunctionT]):
     async def requeue(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """Give a run that failed, was cancelled or timed out another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue_function, handle)
+
+    async def counts(self, **conditions: Unpack[FunctionConditions]) -> dict[str, dict[FunctionStatus, int]]:
+        """Count the runs of each function and status. See :meth:`.Functions.counts`."""
+        return await greenlet_spawn(self._verbs.counts_by_function, conditions)
+
+    async def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[FunctionConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life. See :meth:`.Functions.requeue_all`."""
+        return await greenlet_spawn(self._verbs.bulk.requeue, limit, conditions, everything=everything)
+
+    async def cancel_all(
+        self,
+        session: AsyncSession,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[FunctionConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Functions.cancel_all`."""
+        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+
+    async def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs. See :meth:`.Functions.reap`."""
+        return await greenlet_spawn(self._verbs.reap, limit)
+
+    async def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: FunctionStatus | Collection[FunctionStatus] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts. See :meth:`.Functions.purge`."""
+        return await greenlet_spawn(self._verbs.bulk.purge, older_than, status, batch, limit)
 
     async def execute(self, handle: FunctionHandle[Any] | UUID, *, run_now: bool = False) -> Outcome:
         """Carry one run out in this process, as a worker would. See :meth:`.Functions.execute`."""
@@ -300,8 +426,9 @@ class AsyncFunctions(Generic[FunctionT]):
         return AsyncFunctionRun(holder, self._verbs)
 
     async def _carry_out(self, run: AsyncFunctionRun[FunctionT]) -> None:
-        definition, given = self._verbs.prepare(run.holder)
-        self._verbs.returned(run.holder, definition, await definition.body(run, *given))
+        definition, given = await greenlet_spawn(self._verbs.prepare, run.holder)
+        result = await definition.body(run, *given)
+        await greenlet_spawn(self._verbs.returned, run.holder, definition, result)
 
 
 def _sync(session: AsyncSession | None) -> Any:

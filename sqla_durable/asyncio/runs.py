@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import ColumnElement, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -26,15 +26,16 @@ from sqla_durable.dispatch import AsyncWork, in_slot
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
+from sqla_durable.gather import Call, gathered
 from sqla_durable.ground import Gate
 from sqla_durable.holder import Holder
 from sqla_durable.lease import Lease
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
 from sqla_durable.machine import StatusT
 from sqla_durable.operation import Operation, Pending
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.run import RunT
-from sqla_durable.runs import Handle, refuse_other_form
+from sqla_durable.runs import Handle, keys_of, refuse_other_form
 from sqla_durable.session import StepSession, step_session_class
 from sqla_durable.signal import SignalMixin
 from sqla_durable.status import StatusMachine
@@ -46,6 +47,14 @@ P = ParamSpec("P")
 IdsT = TypeVar("IdsT")
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+Awaited: TypeAlias = Call[Awaitable[ResultT]]
+Soon: TypeAlias = Coroutine[Any, Any, ResultT]
 
 
 class AsyncStepping(Handle[RunT]):
@@ -77,7 +86,7 @@ class AsyncStepping(Handle[RunT]):
         def body(session: AsyncSession) -> ResultT:
             return _wait_for(fn(session, *args, **kwargs), fn)
 
-        return self._alone(key, partial(self.holder.transactional, key, codec, body))
+        return self._alone(key, partial(self.holder.transactional, key, codec, body, (fn, args, kwargs)))
 
     def external(
         self, key: str | int, fn: Callable[P, Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
@@ -92,7 +101,7 @@ class AsyncStepping(Handle[RunT]):
         def call() -> ResultT:
             return _wait_for(fn(*args, **kwargs), fn)
 
-        return self._alone(key, partial(self.holder.external, key, codec, call))
+        return self._alone(key, partial(self.holder.external, key, codec, call, (fn, args, kwargs)))
 
     def keyed(
         self,
@@ -112,7 +121,7 @@ class AsyncStepping(Handle[RunT]):
         def call(name: str) -> ResultT:
             return _wait_for(fn(name, *args, **kwargs), fn)
 
-        return self._alone(key, partial(self.holder.keyed, key, codec, call))
+        return self._alone(key, partial(self.holder.keyed, key, codec, call, (fn, args, kwargs)))
 
     def operation(
         self,
@@ -135,6 +144,7 @@ class AsyncStepping(Handle[RunT]):
             start=lambda: _wait_for(start(), start),
             poll=lambda ids: _wait_for(poll(ids), poll),
             every=every,
+            given=(start, (), {}),
         )
         return self._alone(key, partial(operation.carry_out, key))
 
@@ -181,6 +191,42 @@ class AsyncStepping(Handle[RunT]):
         """Wait until an instant without a worker that waits. See :meth:`.Run.sleep`."""
 
         return self._alone(key, partial(Sleep(self.holder, duration).carry_out, key))
+
+    @overload
+    def gather(self, a: Awaited[A], /) -> Soon[tuple[A]]: ...
+
+    @overload
+    def gather(self, a: Awaited[A], b: Awaited[B], /) -> Soon[tuple[A, B]]: ...
+
+    @overload
+    def gather(self, a: Awaited[A], b: Awaited[B], c: Awaited[C], /) -> Soon[tuple[A, B, C]]: ...
+
+    @overload
+    def gather(self, a: Awaited[A], b: Awaited[B], c: Awaited[C], d: Awaited[D], /) -> Soon[tuple[A, B, C, D]]: ...
+
+    @overload
+    def gather(
+        self, a: Awaited[A], b: Awaited[B], c: Awaited[C], d: Awaited[D], e: Awaited[E], /
+    ) -> Soon[tuple[A, B, C, D, E]]: ...
+
+    @overload
+    def gather(
+        self, a: Awaited[A], b: Awaited[B], c: Awaited[C], d: Awaited[D], e: Awaited[E], f: Awaited[F], /
+    ) -> Soon[tuple[A, B, C, D, E, F]]: ...
+
+    @overload
+    def gather(self, *calls: Awaited[ResultT]) -> Soon[tuple[ResultT, ...]]: ...
+
+    def gather(self, *calls: Call[Awaitable[Any]]) -> Coroutine[Any, Any, tuple[Any, ...]]:
+        """Await a few independent calls at once, each an external or keyed step with a receipt of its own.
+
+        See :meth:`.Run.gather`. The calls are made in tasks of their own, which are cancelled with the handler.
+        """
+
+        def make(fn: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+            return _wait_for(fn(*args, **kwargs), fn)
+
+        return self._alone(keys_of(calls), partial(gathered, self.holder, calls, make))
 
     async def renew(self) -> None:
         """Renew the lease now. See :meth:`.Run.renew`."""
@@ -354,6 +400,34 @@ class AsyncRuns(Generic[RunT]):
     async def requeue(self, ident: object) -> bool:
         """Give a terminal run another life. See :meth:`.Runs.requeue`."""
         return await greenlet_spawn(self._verbs.requeue, ident)
+
+    async def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[RunConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life. See :meth:`.Runs.requeue_all`."""
+        return await greenlet_spawn(self._verbs.bulk.requeue, limit, conditions, everything=everything)
+
+    async def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: StrEnum | Collection[StrEnum] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts. See :meth:`.Runs.purge`."""
+        return await greenlet_spawn(self._verbs.bulk.purge, older_than, status, batch, limit)
+
+    async def cancel_all(
+        self,
+        session: AsyncSession,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[RunConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`."""
+        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
 
     @overload
     async def update(
@@ -558,6 +632,22 @@ class AsyncSessions:
 
         return await_only(heard())
 
+    def concurrently(
+        self, calls: Sequence[Callable[[], ResultT]]
+    ) -> Generator[tuple[int, Callable[[], ResultT]], None, None]:
+        tasks = {asyncio.create_task(_called(call)): at for at, call in enumerate(calls)}
+        waiting = set(tasks)
+        try:
+            while waiting:
+                ended, waiting = await_only(asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
+                for task in sorted(ended, key=tasks.__getitem__):
+                    yield tasks[task], partial(_result, task)
+        finally:
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                await_only(asyncio.wait(waiting))
+
     def run_in_thread(self, work: Callable[[], None]) -> None:
         # Not the default loop: psycopg cannot wait on a proactor, which that is on Windows.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -579,8 +669,13 @@ class _Gate:
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
 
-    def wait(self) -> None:
-        await_only(self._opened)
+    def wait(self, seconds: float | None = None) -> None:
+        await_only(self._opened if seconds is None else self._within(seconds))
+
+    async def _within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._opened
 
     def open(self) -> None:
         self._loop.call_soon_threadsafe(self._open)
@@ -602,6 +697,20 @@ async def _as_task(awaitable: Awaitable[ResultT]) -> ResultT | _Exit:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as interruption:
         return _Exit(interruption)
+
+
+async def _called(call: Callable[[], ResultT]) -> ResultT | _Exit:
+    try:
+        return await greenlet_spawn(call)
+    except (SystemExit, KeyboardInterrupt) as interruption:
+        return _Exit(interruption)
+
+
+def _result(task: asyncio.Task[ResultT | _Exit]) -> ResultT:
+    result = task.result()
+    if isinstance(result, _Exit):
+        raise result.interruption
+    return result
 
 
 async def _as_coroutine(awaitable: Awaitable[ResultT]) -> ResultT:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
 
+from sqla_durable.changes import Changes, OnMismatch
 from sqla_durable.codec import Codec, codec_for, codec_for_argument
-from sqla_durable.exc import ConfigurationError, InputError, ResultError, UsageError
+from sqla_durable.exc import (
+    ConfigurationError,
+    InputError,
+    ResultError,
+    ResultMismatch,
+    RunInputMismatch,
+    UsageError,
+)
+from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, require_concurrency
 from sqla_durable.functions.model import NAME_LENGTH
+from sqla_durable.holder import stored_key
 from sqla_durable.retry import Retry
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 AnyBody = Callable[..., Any]
+StepKey = str | int
+Aliases = Mapping[StepKey, StepKey | tuple[StepKey, ...]]
+"""The former key of a renamed step, or several with the latest first, by its present key."""
 LONGEST_BY_DEFAULT: Final = timedelta(hours=1)
 
 
@@ -29,6 +42,8 @@ class Definition:
     :param output: how its result is stored.
     :param retry: how often a run of it may be started; None for what its run class says.
     :param max_duration: for how long it may be carried out at a time, None for any time.
+    :param limits: how many of its runs may be live, and how many started in a time.
+    :param changes: what is done where its code and the receipts of a run are at odds.
     """
 
     name: str
@@ -37,6 +52,8 @@ class Definition:
     output: Codec[Any]
     retry: Retry | None
     max_duration: timedelta | None
+    changes: Changes
+    limits: Limits = UNLIMITED
 
     def encode(self, given: tuple[object, ...]) -> str | None:
         """Return the input as JSON text, having refused one that the function would not be given as it is.
@@ -57,23 +74,50 @@ class Definition:
     def arguments(self, stored: object) -> tuple[Any, ...]:
         """Return what the body is called with beside the run.
 
-        :raises ReceiptMismatch: where the input that was stored does not decode any more.
+        :raises RunInputMismatch: where the input that was stored does not decode any more.
         """
-        return () if self.input is None else (self.input.decode(stored, "input"),)
+        if self.input is None:
+            return ()
+        try:
+            return (self.input.decode(stored, self.name),)
+        except ResultMismatch as error:
+            reason = str(error).split(f" as {self.input.annotation}: ", 1)[-1].split(". Keep the return type")[0]
+            raise RunInputMismatch(
+                f"function {self.name!r}: the run was started with an input that does not decode any more as "
+                f"{self.input.annotation}: {reason}. Keep the type able to read older inputs, or register the changed "
+                "function under a new name."
+            ) from error
 
 
 class Registry:
     """The functions that one process knows, by name and by body.
 
     :param form: what the errors call the form: ``Functions`` or ``AsyncFunctions``.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function.
     """
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form: str, concurrency_per_tenant: int | None = None) -> None:
+        require_concurrency(f"{form}(concurrency_per_tenant)", concurrency_per_tenant)
+        self.concurrency_per_tenant = concurrency_per_tenant
         self._form = form
+        self._limits: dict[str, Limits] = {}
+        self._unlimited: list[str] = []
         self._by_name: dict[str, Definition] = {}
         self._by_body: dict[AnyBody, Definition] = {}
 
-    def add(self, name: str, body: AnyBody, *, retry: Retry | None, max_duration: timedelta | None) -> None:
+    def add(
+        self,
+        name: str,
+        body: AnyBody,
+        *,
+        retry: Retry | None,
+        max_duration: timedelta | None,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
+    ) -> None:
         """Register a function.
 
         :raises ConfigurationError: where the name is taken, or the declaration cannot work.
@@ -85,13 +129,19 @@ class Registry:
             )
         if max_duration is not None and max_duration <= timedelta(0):
             raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
+        limits = limits_of(name, concurrency, concurrency_per_tenant, rate)
         takes = _inputs(name, body)
         try:
             input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
-            definition = Definition(name, body, input_, codec_for(body), retry, max_duration)
-        except UsageError as error:
+            changes = Changes(OnMismatch(on_mismatch), _former(aliases or {}))
+            definition = Definition(name, body, input_, codec_for(body), retry, max_duration, changes, limits)
+        except (UsageError, ValueError) as error:
             raise ConfigurationError(f"function {name!r}: {error}") from error
         self._by_name[name] = self._by_body[body] = definition
+        if limits != UNLIMITED or self.concurrency_per_tenant is not None:
+            self._limits = {**self._limits, name: limits}
+        else:
+            self._unlimited = [*self._unlimited, name]
 
     def of(self, function: AnyBody | str) -> Definition:
         """Return the definition of a function, given itself or its name.
@@ -107,9 +157,22 @@ class Registry:
             )
         return known
 
+    def former_keys(self, name: str, step: str) -> tuple[str, ...]:
+        """Return the former keys of a step of a function, which this process need not know."""
+        known = self._by_name.get(name)
+        return () if known is None else known.changes.former.get(step, ())
+
     def names(self) -> list[str]:
         """Return the names of all functions."""
         return list(self._by_name)
+
+    def limits(self) -> Mapping[str, Limits]:
+        """Return the limits of the functions that have any."""
+        return self._limits
+
+    def unlimited(self) -> list[str]:
+        """Return the names of the functions that have none."""
+        return self._unlimited
 
     def __iter__(self) -> Iterator[Definition]:
         return iter(self._by_name.values())
@@ -119,6 +182,24 @@ def _said_of_input(error: ResultError, codec: Codec[Any]) -> str:
     """Return what a codec says of a result, said of an input."""
     reason = str(error).split(": ", 1)[-1].split("; annotate the function")[0].rstrip(".")
     return f"input{reason.removeprefix('result')}; it takes {codec.annotation}."
+
+
+def _former(aliases: Aliases) -> dict[str, tuple[str, ...]]:
+    """Return aliases by stored keys.
+
+    :raises UsageError: where two steps would share a receipt.
+    """
+    former = {
+        stored_key(present): tuple(map(stored_key, keys if isinstance(keys, tuple) else (keys,)))
+        for present, keys in aliases.items()
+    }
+    every = [key for keys in former.values() for key in keys]
+    if shared := sorted(key for key in {*every} if every.count(key) > 1 or key in former):
+        raise UsageError(
+            f"aliases name {shared[0]!r} for two steps, which would share a receipt; a key is the former one of one "
+            "step only, and no step's present one."
+        )
+    return former
 
 
 def _refuse_name(name: object) -> None:

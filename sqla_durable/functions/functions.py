@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session, sessionmaker
 
+from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionStatus, FunctionT
-from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.functions.summary import FunctionConditions, FunctionSummary
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
 from sqla_durable.runs import SyncSessions, plain, refuse_coroutine, work_of
+from sqla_durable.signal import SignalMixin
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+ReplyT = TypeVar("ReplyT")
 When = datetime | timedelta | ColumnElement[datetime]
 """When a run is due: an aware datetime, an SQL expression, or a duration from now on the database's clock."""
 NO_INPUT: Final[Any] = object()
@@ -47,7 +51,9 @@ class Functions(Generic[FunctionT]):
     :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
+    :param signals: the mapped class with :class:`.SignalMixin` of ``run``, where runs wait for signals.
     :param owner: the name that leases carry for people to read.
+    :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function, in all workers.
     :raises ConfigurationError: where the classes do not belong together.
     """
 
@@ -57,10 +63,12 @@ class Functions(Generic[FunctionT]):
         run: type[FunctionT],
         receipt: type[ReceiptMixin[Any]],
         *,
+        signals: type[SignalMixin[Any]] | None = None,
         owner: str | None = None,
+        concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("Functions")
-        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, owner, self._registry)
+        self._registry = Registry("Functions", concurrency_per_tenant)
+        self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
         self.run_class = run
@@ -72,6 +80,11 @@ class Functions(Generic[FunctionT]):
         *,
         retry: Retry | None = None,
         max_duration: timedelta | None = LONGEST_BY_DEFAULT,
+        concurrency: int | None = None,
+        concurrency_per_tenant: int | None = None,
+        rate: Rate | None = None,
+        on_mismatch: OnMismatch = OnMismatch.FAIL,
+        aliases: Aliases | None = None,
     ) -> Callable[
         [Callable[Concatenate[FunctionRun[Any], P], OutputT]], Callable[Concatenate[FunctionRun[Any], P], OutputT]
     ]:
@@ -85,14 +98,31 @@ class Functions(Generic[FunctionT]):
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
          timed out; None for any time. Waiting in the database does not count.
-        :raises ConfigurationError: where the name is taken, or the function could not be called so.
+        :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
+        :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
+        :param rate: how many may be started in a time by all workers.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
+         receipts are found, and a keyed step goes on with the idempotency key that it had at first.
+        :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
+         share a receipt.
         """
 
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
             refuse_coroutine(body)
-            self._registry.add(name, body, retry=retry, max_duration=max_duration)
+            self._registry.add(
+                name,
+                body,
+                retry=retry,
+                max_duration=max_duration,
+                concurrency=concurrency,
+                concurrency_per_tenant=concurrency_per_tenant,
+                rate=rate,
+                on_mismatch=on_mismatch,
+                aliases=aliases,
+            )
             return body
 
         return register
@@ -234,6 +264,76 @@ class Functions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_many(session, function, [(each,) for each in every], keys, values)
 
+    def signal(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        type_: Any = Any,
+    ) -> bool:
+        """Send a signal to a run, in the caller's transaction: it is sent if, and only if, the caller commits.
+
+        A run that waits for it, with ``run.wait()`` or ``run.answer()``, becomes due; one that does not wait yet finds
+        it when it comes to that. See :meth:`.Runs.signal`.
+
+        :param name: the signal's, from 1 to 200 printable characters.
+        :param payload: what the run is handed: a JSON value, a pydantic model, a dataclass.
+        :param type_: how the payload is stored, as an annotation would say it; by default as what it is.
+        :return: True if it was sent; False where the run has landed.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.signal(session, handle, name, payload, type_)
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: type[ReplyT],
+    ) -> ReplyT: ...
+
+    @overload
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any: ...
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object = None,
+        *,
+        timeout: timedelta,
+        type_: Any = Any,
+        returns: Any = Any,
+    ) -> Any:
+        """Send a signal in a transaction of its own, and return what the run replies with ``run.answer()``.
+
+        :param timeout: for how long to wait for the reply.
+        :param returns: what the reply is decoded as; by default plain JSON.
+        :raises UpdateFailed: where what the run called to answer it has failed for good.
+        :raises UpdateTimeout: where no reply came in time; the signal stays sent.
+        :raises NotAnswered: where the run has ended without a reply, or has taken the signal with ``run.wait()``.
+        :raises RunNotFound: where there is no such run.
+        :raises ConfigurationError: where the functions were made without ``signals``.
+        """
+        return self._verbs.update(handle, name, payload, type_, returns, timeout)
+
     def request_cancel(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled; the first instant is kept.
 
@@ -243,6 +343,41 @@ class Functions(Generic[FunctionT]):
         :raises TransactionConflict: retry the whole transaction.
         """
         return self._verbs.cancel_function(session, handle)
+
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[OutputT],
+        /,
+        *,
+        from_step: str | int,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]:
+        """Start a new run from a step of another one, in the caller's transaction.
+
+        It has the function, input, tenant, priority and your own columns of the other, and the receipts of its steps
+        that had succeeded before that step; it begins with them, and does the rest. The other run is untouched, in
+        whatever status it is, and is not waited for. Keyed steps that are done again are called with other idempotency
+        keys: the fork is another run.
+
+        :param session: the caller's session, which is flushed first; nothing is committed here.
+        :param handle: the run that is forked.
+        :param from_step: the key of the first step that is done again; it has a receipt, of success or not.
+        :param key: the idempotency key of the fork; with it, the same fork returns the same run.
+        :param run_at: as for :meth:`start`.
+        :param priority: that of the run that is forked, by default.
+        :param values: attributes of your own on the run class that are to differ.
+        :raises UsageError: where there is no receipt of that step, naming those there are; or where a step before it,
+         an operation or a wait, has not ended.
+        :raises RunNotFound: where there is no such run.
+        :raises KeyConflict: where the key belongs to another run.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        values |= {"available_at": run_at, "priority": priority}
+        return self._verbs.fork(session, handle, from_step, key, values)
 
     # observing
 
@@ -296,7 +431,7 @@ class Functions(Generic[FunctionT]):
          where it was cancelled, or ran past its deadline.
         :raises RunNotLanded: where it has not landed in time; it goes on.
         :raises RunNotFound: where there is no such run.
-        :raises ReceiptMismatch: where the recorded result does not decode as what the function returns now.
+        :raises ResultMismatch: where the recorded result does not decode as what the function returns now.
         """
         output: OutputT = self._verbs.result(handle, timeout, session)
         return output
@@ -313,6 +448,7 @@ class Functions(Generic[FunctionT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        waiting: bool | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[FunctionSummary]:
@@ -321,6 +457,7 @@ class Functions(Generic[FunctionT]):
         :param function: only runs of this function, given itself or its name.
         :param key: only runs with this key.
         :param tenant: only runs of this tenant.
+        :param waiting: only runs that wait, or do not: ready, and not due yet on the database clock.
         """
         return self._verbs.find(
             function=function,
@@ -332,6 +469,7 @@ class Functions(Generic[FunctionT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            waiting=waiting,
             limit=limit,
             after=after,
         )
@@ -339,6 +477,69 @@ class Functions(Generic[FunctionT]):
     def requeue(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """Give a run that failed, was cancelled or timed out another life. See :meth:`.Runs.requeue`."""
         return self._verbs.requeue_function(handle)
+
+    # many at a time
+
+    def counts(self, **conditions: Unpack[FunctionConditions]) -> dict[str, dict[FunctionStatus, int]]:
+        """Count the runs of each function and status, of those that meet every condition given.
+
+        :param conditions: those of :meth:`find`.
+        :return: for each function that has such runs, by its name, how many are in each status.
+        """
+        return self._verbs.counts_by_function(conditions)
+
+    def requeue_all(
+        self, *, limit: int | None = None, everything: bool = False, **conditions: Unpack[FunctionConditions]
+    ) -> int:
+        """Give all runs that meet every condition another life; return how many. See :meth:`.Runs.requeue_all`.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :raises UsageError: without any condition.
+        """
+        return self._verbs.bulk.requeue(limit, conditions, everything=everything)
+
+    def cancel_all(
+        self,
+        session: Session,
+        *,
+        limit: int | None = None,
+        everything: bool = False,
+        **conditions: Unpack[FunctionConditions],
+    ) -> int:
+        """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`.
+
+        :param limit: how many at the most; by default all.
+        :param everything: whether all runs are meant, where there is no condition.
+        :param conditions: those of :meth:`find`.
+        :return: how many were asked.
+        :raises UsageError: without any condition.
+        :raises TransactionConflict: retry the whole transaction.
+        """
+        return self._verbs.bulk.cancel(session, limit, conditions, everything=everything)
+
+    def reap(self, limit: int = 100) -> int:
+        """Heal up to ``limit`` lapsed runs; return how many. A worker does it, too. See :meth:`.Runs.reap`."""
+        return self._verbs.reap(limit)
+
+    def purge(
+        self,
+        older_than: timedelta,
+        *,
+        status: FunctionStatus | Collection[FunctionStatus] | None = None,
+        batch: int = 1000,
+        limit: int | None = None,
+    ) -> int:
+        """Delete runs that ended long enough ago, and their receipts; return how many. See :meth:`.Runs.purge`.
+
+        :param older_than: how long ago at the least, on the database clock.
+        :param status: only runs in this terminal status, or in one of these.
+        :param batch: how many are deleted at a time.
+        :param limit: how many at the most; by default all.
+        :raises RunReferenced: where rows of another table refer to such a run and keep it from being deleted.
+        """
+        return self._verbs.bulk.purge(older_than, status, batch, limit)
 
     # carrying out
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from uuid import UUID, uuid4
 
-from sqlalchemy import ARRAY, Column, ColumnElement, String, Uuid, any_
+from sqlalchemy import ARRAY, Boolean, Column, ColumnElement, String, Uuid, and_, any_, case, false
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Mapped, declared_attr, mapped_column
+from sqlalchemy.orm import Mapped, Mapper, declared_attr, mapped_column
 
+from sqla_durable import wake
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin
+from sqla_durable.functions.pacing import PacedMixin
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.mapping import add_index, when_mapped
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.retry import Retry
 from sqla_durable.rows import bound
 from sqla_durable.run import RunMixin, RunRows
 from sqla_durable.status import StatusMachine
+from sqla_durable.waits_for import WaitMixin
 
 NAME_LENGTH: Final = 200
 TENANT_LENGTH: Final = 200
@@ -90,7 +94,7 @@ def function_lifecycle(
     )
 
 
-class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMixin):
+class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, WaitMixin, RunMixin):
     """Makes a mapped class the runs of functions, as in ``class DurableRun(FunctionMixin, Base)``.
 
     It brings all columns, the primary key too; your own may stand beside them, and are given to ``start()`` by name.
@@ -109,8 +113,9 @@ class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMi
         input: Mapped[Any]
         output: Mapped[Any]
         state: Mapped[Any]
+        awaited: Mapped[bool]
     else:
-        __reserved__ = frozenset({"output", "state"})
+        __reserved__ = frozenset({"output", "state", "awaited"})
 
         id = mapped_column(Uuid, primary_key=True, default=uuid4, sort_order=_SORT_ORDER)
         function = mapped_column(String(NAME_LENGTH), nullable=False, sort_order=_SORT_ORDER + 1)
@@ -118,10 +123,22 @@ class FunctionMixin(AttemptsMixin, DeadlineMixin, KeyMixin, PriorityMixin, RunMi
         input = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 4)
         output = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 5)
         state = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 6)
+        awaited = mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
 
         @declared_attr  # it is listened to, which no import should do
         def status(cls):  # noqa: N805 - a class method, as SQLAlchemy calls it
             return function_statuses.column(sort_order=_SORT_ORDER + 3)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        when_mapped(cls, _configure)
+
+    @classmethod
+    def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
+        if to not in function_statuses.terminal or not cls.__lifecycle__.notify:
+            return super().__on_arrival__(to)
+        rows: FunctionRows[Any] = FunctionRows(cls)
+        return [case((rows.awaited, wake.landing(rows.id))).label("landed")]
 
 
 FunctionT = TypeVar("FunctionT", bound=FunctionMixin)
@@ -141,7 +158,33 @@ class FunctionRows(RunRows[FunctionT]):
         self.result: Column[Any] = self.column("output")
         self.output = self.result
         self.state = self.column("state")
+        self.paced_at = self.column("paced_at")
+        self.awaited = self.column("awaited")
+        self.tells: Callable[[], bool] = lambda: True
+        """Says whether a statement may send a notification."""
+
+    def upon_landing(self, landed: ColumnElement[bool]) -> dict[Column[Any], Any]:
+        """Tell those who wait for the run, and note that nobody does any more."""
+        if not self.lifecycle.notify or not self.tells():
+            return {}
+        awaited = and_(self.awaited, self.finished_at.is_(None))
+        # In an assignment and not among what is returned, of which each statement has its own.
+        return {self.awaited: case((and_(awaited, landed), wake.landing(self.id).is_(None)), else_=awaited)}
 
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """Only runs of functions that this process knows; with the parameter ``functions``."""
         return (self.function == any_(bound("functions", ARRAY(String()))),)
+
+    def resumable(self) -> ColumnElement[bool]:
+        """Only a run that was not claimed under a limit: the place of one that was may be another's."""
+        return self.paced_at.is_(None)
+
+
+def _configure(mapper: Mapper[Any]) -> None:
+    if mapper.inherits is not None:
+        return
+    rows: FunctionRows[Any] = FunctionRows(mapper.class_)
+    # Without these a page of the list reads the whole table, and so does what looks for runs that are old enough to go.
+    add_index([rows.created_at, rows.id])
+    add_index([rows.function, rows.created_at, rows.id])
+    add_index([rows.finished_at], rows.finished_at.is_not(None))

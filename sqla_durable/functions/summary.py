@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionStatus
-from sqla_durable.listing import RunSummary
+from sqla_durable.listing import RunConditions, RunSummary
+
+
+class FunctionConditions(RunConditions, total=False):
+    """The conditions of :meth:`.Functions.find`, of which those that are given must all be met."""
+
+    function: Callable[..., Any] | str | None
+    key: str | None
+    tenant: str | None
+    waiting: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +29,7 @@ class FunctionSummary(RunSummary):
     :param key: the idempotency key that it was started with.
     :param tenant: whose run it is.
     :param priority: its priority.
+    :param waits_for: the name of the signal that it waits for.
     :param steps: how many of its steps have succeeded so far.
     :param last_step: the key of the one that succeeded last.
     :param published: what the function has published of its progress, as JSON text.
@@ -28,6 +39,7 @@ class FunctionSummary(RunSummary):
     key: str | None
     tenant: str | None
     priority: int
+    waits_for: str | None
     steps: int
     last_step: str | None
     published: str | None
@@ -41,6 +53,13 @@ class FunctionSummary(RunSummary):
     def state(self) -> Any:
         """What the function has published of its progress."""
         return None if self.published is None else json.loads(self.published)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits: ready, and not due yet when it was read."""
+        return (
+            cast(FunctionStatus, self.status) is FunctionStatus.READY and self.available_at > self.created_at + self.age
+        )
 
     @property
     def cancellable(self) -> bool:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Final, cast
+from typing import Any, cast
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Connection, Text, func, select
+from sqlalchemy import ColumnElement, Connection, Text, and_, func, not_, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
-from sqla_durable import fence
+from sqla_durable import clock, fence, listing
 from sqla_durable.attempts import UNLIMITED
 from sqla_durable.caller import unproxied
 from sqla_durable.claims import Claims
@@ -24,39 +23,28 @@ from sqla_durable.exc import (
     ConfigurationError,
     RunCancelled,
     RunFailed,
-    RunNotFound,
+    RunInputMismatch,
     RunNotLanded,
     RunTimedOut,
     UsageError,
 )
 from sqla_durable.failure import Failure
+from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
+from sqla_durable.functions.forking import Fork
 from sqla_durable.functions.handle import FunctionHandle
-from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionT
+from sqla_durable.functions.model import FunctionMixin, FunctionRows, FunctionStatus, FunctionT
 from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
+from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
 from sqla_durable.ground import Sessions
-from sqla_durable.holder import Holder
-from sqla_durable.in_flight import same
+from sqla_durable.holder import Holder, stored_key
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
-from sqla_durable.rows import AnyRow, AnySelect, arguments, bound
+from sqla_durable.rows import AnyRow, bound
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
-
-_SHORTEST_PAUSE: Final = 0.01
-_LONGEST_PAUSE: Final = 0.5
-
-
-class FunctionClaims(Claims[FunctionT]):
-    """Claims the runs of the functions that this process knows."""
-
-    registry: Registry
-
-    def terms(self) -> dict[str, Any]:
-        """What a claim is executed with, besides a key."""
-        return {**super().terms(), **arguments(functions=self.registry.names())}
 
 
 class FunctionVerbs(Verbs[FunctionT]):
@@ -65,6 +53,7 @@ class FunctionVerbs(Verbs[FunctionT]):
     :param sessions: where sessions come from.
     :param run: the run class.
     :param receipt: its receipt class.
+    :param signals: its signal class, if it has one.
     :param owner: the holder's name.
     :param registry: the functions that this process knows.
     """
@@ -72,7 +61,13 @@ class FunctionVerbs(Verbs[FunctionT]):
     summary = FunctionSummary
 
     def __init__(
-        self, sessions: Sessions, run: type[FunctionT], receipt: type[Any], owner: str | None, registry: Registry
+        self,
+        sessions: Sessions,
+        run: type[FunctionT],
+        receipt: type[Any],
+        signals: type[Any] | None,
+        owner: str | None,
+        registry: Registry,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, FunctionMixin)):
@@ -80,14 +75,14 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, rows=FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, signals, rows=FunctionRows), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
+        self.waiting = Waiting(self.store, self.rows)
+        self.rows.tells = lambda: self.waiting.tells
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
-        claims: FunctionClaims[FunctionT] = FunctionClaims(self.store, self.reading, owner)
-        claims.registry = self.registry
-        return claims
+        return FunctionClaims(self.store, self.reading, owner, self.registry)
 
     # starting
 
@@ -139,6 +134,29 @@ class FunctionVerbs(Verbs[FunctionT]):
             raise UsageError(f"start({twice[0]}=...) is said by the function itself; leave it out.")
         return own | {name: value for name, value in values.items() if value is not None}
 
+    def fork(
+        self,
+        session: Session,
+        handle: FunctionHandle[Any],
+        from_step: str | int,
+        key: str | None,
+        values: dict[str, Any],
+    ) -> FunctionHandle[Any]:
+        """See :meth:`.Functions.fork`."""
+        if twice := sorted({"function", "input", "tenant", "max_attempts"}.intersection(values)):
+            raise UsageError(f"fork({twice[0]}=...) is that of the run that is forked; leave it out.")
+        given = {name: value for name, value in values.items() if value is not None}
+        step = stored_key(from_step)
+        session = unproxied(session)
+        session.flush()
+        with translated():
+            connection = self.store.callers_connection(session)
+            source = self.id_of(connection, handle)
+            former = self.registry.former_keys(handle.function, step)
+            forking = Fork(self.rows, self.store.receipts, connection, notify=not session.twophase)
+            row = forking.run(source, [step, *former], key, given)
+        return FunctionHandle(row[1], row[0], key, row[2])
+
     # carrying out
 
     def prepare(self, holder: Holder[FunctionT]) -> tuple[Definition, tuple[Any, ...]]:
@@ -147,13 +165,19 @@ class FunctionVerbs(Verbs[FunctionT]):
         definition = self.registry.of(row.function)
         if definition.retry is not None:
             holder.retry = definition.retry
-        return definition, definition.arguments(row.input)
+        holder.changes = definition.changes
+        try:
+            return definition, definition.arguments(row.input)
+        except RunInputMismatch as error:
+            holder.mismatched(error)
 
     def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
         """Take what a body has returned as the result of the whole run, to be written by its landing.
 
         :raises ResultError: where it would not come back equal.
+        :raises StepUnreached: where a step that has a receipt was not reached.
         """
+        holder.refuse_unreached()
         holder.output, _ = definition.output.round_trip(result, f"the end of {definition.name}")
 
     def publish(self, holder: Holder[FunctionT], state: object) -> None:
@@ -169,6 +193,24 @@ class FunctionVerbs(Verbs[FunctionT]):
     def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.request_cancel`."""
         return self.request_cancel(session, self.ident(handle, session))
+
+    def signal(
+        self, session: Session, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
+    ) -> bool:
+        """See :meth:`.Functions.signal`."""
+        return self.sending.signal(session, self.ident(handle, session), name, payload, type_)
+
+    def update(
+        self,
+        handle: FunctionHandle[Any] | UUID,
+        name: str,
+        payload: object,
+        type_: Any,
+        returns: Any,
+        timeout: timedelta,
+    ) -> Any:
+        """See :meth:`.Functions.update`."""
+        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout)
 
     def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.requeue`."""
@@ -193,34 +235,22 @@ class FunctionVerbs(Verbs[FunctionT]):
 
         :raises RunNotFound: where there is no such run.
         """
-        if isinstance(handle, UUID):
-            return handle
-        if handle.id is not None:
-            return handle.id
-        runs, key = self.rows, self.rows.idempotency_key
-        if key is None or handle.key is None:
-            raise UsageError(f"{handle!r} has neither an id nor a key.")
-        conditions = runs.function == handle.function, same(runs.tenant, handle.tenant), key == handle.key
-        found: UUID | None = connection.scalar(select(runs.id).where(*conditions))
-        if found is None:
-            raise RunNotFound(f"function {handle.function!r} has no run with the key {handle.key!r}.")
-        return found
+        if (known := known_id(handle)) is not None:
+            return known
+        row = connection.execute(select(self.rows.id).where(*by_key(self.rows, handle))).first()
+        return cast(UUID, found(row, handle)[0])
 
     def ident(self, handle: FunctionHandle[Any] | UUID, session: Session | None = None) -> UUID:
         """Return the primary key that a handle stands for; see :meth:`id_of`."""
-        if isinstance(handle, UUID) or handle.id is not None:
-            return handle if isinstance(handle, UUID) else cast(UUID, handle.id)
-        return cast(UUID, self.on(session, lambda connection: self.id_of(connection, handle)))
+        known = known_id(handle)
+        return known or cast(UUID, self.on(session, lambda connection: self.id_of(connection, handle)))
 
     def describe_function(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> FunctionSummary:
         """See :meth:`.Functions.describe`."""
 
         def work(connection: Connection) -> FunctionSummary:
             ident = self.id_of(connection, handle)
-            found: FunctionSummary | None = self.described(connection, (ident,))
-            if found is None:
-                raise _not_found(handle)
-            return found
+            return cast(FunctionSummary, found(self.described(connection, (ident,)), handle))
 
         return cast(FunctionSummary, self.on(session, work))
 
@@ -233,57 +263,39 @@ class FunctionVerbs(Verbs[FunctionT]):
         return cast("tuple[Receipt, ...]", self.on(session, work))
 
     def wait(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None) -> AnyRow:
-        """Wait until a run has landed, and return how.
-
-        :raises RunNotLanded: where it has not within the time.
-        """
-        ident = self.ident(handle)
-        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        pause = _SHORTEST_PAUSE
-        while True:
-            row = self._ending(ident, handle, None)
-            if row.status in self.runs.lifecycle.machine.terminal:
-                return row
-            left = pause if end is None else end - time.monotonic()
-            if left <= 0:
-                raise RunNotLanded(f"{_named(handle)} is {row.status.value} still after {timeout}; it goes on.")
-            self.store.sessions.sleep(min(pause, left))
-            pause = min(pause * 2, _LONGEST_PAUSE)
+        """See :meth:`.Functions.wait`; return how it has ended."""
+        return self.waiting.until_landed(handle, timeout)
 
     def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: Session | None) -> Any:
         """See :meth:`.Functions.result`."""
         if session is None:
             row = self.wait(handle, timeout)
         else:
-            row = self._ending(self.ident(handle, session), handle, session)
-            if row.status not in self.runs.lifecycle.machine.terminal:
-                raise RunNotLanded(f"{_named(handle)} is {row.status.value} still.")
+            row = self.on(session, lambda connection: self.waiting.ending(connection, handle))
+            if not self.waiting.has_landed(row):
+                raise RunNotLanded(f"{named(handle)} is {row.status.value} still.")
         lifecycle = self.runs.lifecycle
         if row.status == lifecycle.done:
             return self.registry.of(row.function).output.decode(parsed(row.output), f"the end of {row.function}")
         failure = None if row.error is None else Failure.from_json(json.loads(row.error))
         kinds = {lifecycle.cancelled: RunCancelled, lifecycle.timed_out: RunTimedOut}
         said = "" if failure is None else f": {failure.type}: {failure.message}"
-        raise kinds.get(row.status, RunFailed)(f"{_named(handle)} is {row.status.value}{said}", row.status, failure)
+        raise kinds.get(row.status, RunFailed)(f"{named(handle)} is {row.status.value}{said}", row.status, failure)
 
-    def _ending(self, ident: UUID, handle: object, session: Session | None) -> AnyRow:
-        parameters = self.runs.parameters((ident,))
-        row = self.on(session, lambda connection: connection.execute(self._result, parameters).one_or_none())
-        if row is None:
-            raise _not_found(handle)
-        return row
+    def counts_by_function(self, conditions: Mapping[str, Any]) -> dict[str, dict[FunctionStatus, int]]:
+        """See :meth:`.Functions.counts`."""
+        statement = listing.counts(self.runs, self.wanted(**conditions), [self.rows.function])
+        counted: dict[str, dict[FunctionStatus, int]] = {}
+        rows = self.store.single(lambda connection: connection.execute(statement).all())
+        for name, status, count in map(tuple[Any, ...], rows):
+            counted.setdefault(name, dict.fromkeys(FunctionStatus, 0))[status] = count
+        return counted
 
     @cached_property
     def _publish(self) -> Prepared:
         changes = {self.rows.state: sql_cast(bound("state", Text()), JSONB)}
         locking = self.runs.lock(self.runs.matches(), fence.holding(self.runs))
         return self.store.prepare(self.runs.update(locking, changes).returning(self.runs.fence), "fence")
-
-    @cached_property
-    def _result(self) -> AnySelect:
-        runs = self.rows
-        texts = sql_cast(runs.result, Text).label("output"), sql_cast(runs.error, Text).label("error")
-        return select(runs.status.label("status"), runs.function.label("function"), *texts).where(runs.matches())
 
     def extras(self) -> Sequence[ColumnElement[Any]]:
         """What is read for a :class:`.FunctionSummary` beside what every run has."""
@@ -292,7 +304,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         done = receipts.outcome == StepOutcome.SUCCEEDED.value
         steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
         last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
-        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority
+        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority, runs.waits_for
         return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
 
     def wanted(
@@ -301,6 +313,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         function: AnyBody | str | None = None,
         key: str | None = None,
         tenant: str | None = None,
+        waiting: bool | None = None,
         **conditions: Any,
     ) -> list[ColumnElement[bool]]:
         """Return the conditions that a caller of ``find`` asks for."""
@@ -312,15 +325,7 @@ class FunctionVerbs(Verbs[FunctionT]):
             found.append(runs.idempotency_key == key)
         if tenant is not None:
             found.append(runs.tenant == tenant)
+        if waiting is not None:
+            waits = and_(runs.in_status(runs.lifecycle.ready), runs.available_at > clock.now())
+            found.append(waits if waiting else not_(waits))
         return found
-
-
-def _named(handle: object) -> str:
-    if isinstance(handle, FunctionHandle):
-        which = f"with the key {handle.key!r}" if handle.key is not None else str(handle.id)
-        return f"the run {which} of function {handle.function!r}"
-    return f"the run {handle}"
-
-
-def _not_found(handle: object) -> RunNotFound:
-    return RunNotFound(f"{_named(handle)} does not exist.")

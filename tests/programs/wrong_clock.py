@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import RetryableError, Run, Runs
 from tests.support_consent import Consent, ConsentStep, Status, consent_statuses
+from tests.support_deadline import Timed, TimedStep
 from tests.support_jobs import JobStatus, Patient, PatientStep
 
 _now, _time, _time_ns = dt.datetime, time.time, time.time_ns
@@ -51,6 +53,7 @@ class Worker:
         self.factory = sessionmaker(self.engine)
         self.jobs: Runs[Patient] = Runs(self.factory, Patient, PatientStep)
         self.consents: Runs[Consent] = Runs(self.factory, Consent, ConsentStep)
+        self.timed: Runs[Timed] = Runs(self.factory, Timed, TimedStep)
         self.found: list[str] = []
         self.run: Run[Patient] | None = None
         with self.engine.connect() as connection:
@@ -125,6 +128,16 @@ class Worker:
 
     def release(self, _: int) -> None:
         self.held.release()
+
+    def carry_out_timed(self, ident: int) -> list[Any]:
+        """Block for a while; say how the run has ended, and whether it had ended by then."""
+        had_ended: list[bool] = []
+
+        def blocks(run: Run[Timed]) -> None:
+            threading.Event().wait(1)
+            had_ended.append(run.holder.ended)
+
+        return [self.timed.execute(ident, blocks).status, *had_ended]
 
 
 def nothing(session: Session) -> None:

@@ -28,6 +28,9 @@ from sqla_durable import (
     ExpiryMixin,
     Failure,
     FrozenPayload,
+    FunctionMixin,
+    FunctionRun,
+    Functions,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -36,12 +39,14 @@ from sqla_durable import (
     Lifecycle,
     LostLease,
     NestedStep,
+    NotAnswered,
     NotIssued,
     OperationFailed,
     OperationUnknown,
     Outcome,
     Pending,
     PriorityMixin,
+    Rate,
     Receipt,
     ReceiptMismatch,
     ReceiptMixin,
@@ -54,6 +59,9 @@ from sqla_durable import (
     RunNotFound,
     Runs,
     RunSummary,
+    SignalMismatch,
+    SignalMixin,
+    SignalTimeout,
     StatusMachine,
     StepFailed,
     StepOutcome,
@@ -63,12 +71,15 @@ from sqla_durable import (
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
+    UpdateFailed,
+    UpdateTimeout,
     UsageError,
+    WaitMixin,
     Work,
     Worker,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
-from sqla_durable.testing import expire, lapse, make_due
+from sqla_durable.testing import expire, lapse, let_pass, make_due
 
 
 class PlanStatus(StrEnum):
@@ -205,6 +216,23 @@ class Order(KeyMixin, PriorityMixin, RunMixin, Base):
 
 class OrderStep(ReceiptMixin[Order], Base):
     __tablename__ = "order_step"
+
+
+class Request(WaitMixin, RunMixin, Base):
+    __tablename__ = "request"
+    __lifecycle__ = plan_lifecycle
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str]
+    status: Mapped[PlanStatus] = plan_statuses.column()
+
+
+class RequestStep(ReceiptMixin[Request], Base):
+    __tablename__ = "request_step"
+
+
+class RequestSignal(SignalMixin[Request], Base):
+    __tablename__ = "request_signal"
 
 
 class Leased(LeaseMixin, Base):
@@ -364,6 +392,69 @@ async def async_starting(factory: async_sessionmaker[AsyncSession]) -> None:
     orders = AsyncRuns(factory, Order, OrderStep)
     async with factory.begin() as session:
         assert_type(await orders.start(session, key="a", title="t"), Order)
+
+
+def decide(session: Session, payment: Payment) -> UUID:
+    return uuid4()
+
+
+def waiting(run: Run[Request]) -> None:
+    assert_type(run.wait("paid", Payment), Payment)
+    assert_type(run.wait("paid", int, timeout=timedelta(days=1), key=1), int)
+    assert_type(run.wait("paid"), Any)
+    found: int | None = run.wait("paid", int | None)
+    print(found)
+    assert_type(run.answer("asked", decide, timeout=timedelta(days=1), key="answer"), UUID)
+    run.sleep("nap", timedelta(days=1))
+    run.sleep(2, datetime.max)
+
+
+def signalling(factory: sessionmaker[Session], request: Request) -> None:
+    requests = Runs(factory, Request, RequestStep, signals=RequestSignal)
+    with factory.begin() as session:
+        assert_type(requests.signal(session, request, "paid", 7), bool)
+        assert_type(
+            requests.signal(session, request.id, "paid", Payment(Decimal(1), datetime.max), type_=Payment), bool
+        )
+        assert_type(requests.signal(session, request, "go"), bool)
+        let_pass(session, RequestStep, request, "paid")
+    soon = timedelta(seconds=5)
+    try:
+        assert_type(requests.update(request, "asked", 7, timeout=soon), Any)
+        assert_type(requests.update(request, "asked", 7, timeout=soon, type_=int, returns=UUID), UUID)
+    except UpdateFailed as error:
+        assert_type(error.failure, Failure)
+        assert_type(error.name, str)
+    except (UpdateTimeout, NotAnswered):
+        pass
+    try:
+        raise SignalTimeout("message", "step")
+    except SignalTimeout as error:
+        assert_type(error.step, str)
+    except SignalMismatch:
+        pass
+    assert_type(request.waits_for, str | None)
+    assert_type(RequestSignal().step, str | None)
+    assert_type(RequestSignal().answered_at, datetime | None)
+    select(RequestSignal.id).where(RequestSignal.name == "paid", Request.waits_for.is_(None))
+
+
+async def async_decide(session: AsyncSession, payment: Payment) -> UUID:
+    return uuid4()
+
+
+async def async_waiting(run: AsyncRun[Request]) -> None:
+    assert_type(await run.wait("paid", Payment), Payment)
+    assert_type(await run.wait("paid", list[int]), list[int])
+    assert_type(await run.answer("asked", async_decide), UUID)
+    await run.sleep("nap", timedelta(days=1))
+
+
+async def async_signalling(factory: async_sessionmaker[AsyncSession]) -> None:
+    requests = AsyncRuns(factory, Request, RequestStep, signals=RequestSignal)
+    async with factory.begin() as session:
+        assert_type(await requests.signal(session, 1, "paid", 7), bool)
+    assert_type(await requests.update(1, "asked", 7, timeout=timedelta(seconds=5), returns=int), int)
 
 
 def looks(plans: Runs[Plan], plan: Plan) -> None:
@@ -528,6 +619,26 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         UndeclaredTransition,
         UsageError,
     ]
+
+
+class LimitedRun(FunctionMixin, Base):
+    __tablename__ = "limited_run"
+
+
+class LimitedStep(ReceiptMixin[LimitedRun], Base):
+    __tablename__ = "limited_step"
+
+
+def limits() -> None:
+    functions = Functions(sessionmaker(), LimitedRun, LimitedStep, concurrency_per_tenant=10)
+
+    @functions.function("a", concurrency=5, concurrency_per_tenant=2, rate=Rate(100, timedelta(minutes=1), burst=5))
+    def a(run: FunctionRun[LimitedRun], given: int) -> str:
+        assert_type(run.row.paced_at, datetime | None)
+        return str(given)
+
+    with functions.session_factory() as session:
+        assert_type(functions.result(functions.start(session, a, 1)), str)
 
 
 assert_type(sqla_durable.__all__, list[str])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any, assert_type
 from uuid import UUID
 
@@ -13,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 
 from sqla_durable import (
     AttemptsMixin,
+    Call,
     FunctionHandle,
     FunctionMixin,
     FunctionRun,
@@ -20,18 +22,27 @@ from sqla_durable import (
     FunctionStatus,
     FunctionSummary,
     InputError,
+    InputMismatch,
+    OnMismatch,
     Outcome,
     Receipt,
+    ReceiptMismatch,
     ReceiptMixin,
+    ResultMismatch,
     Retry,
+    Run,
     RunCancelled,
     RunFailed,
+    RunInputMismatch,
     RunNotLanded,
     RunTimedOut,
     StatusMachine,
+    StepUnreached,
     Worker,
+    call,
     function_lifecycle,
     function_statuses,
+    keyed_call,
 )
 from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncWorker
 
@@ -79,6 +90,48 @@ def fulfil(run: FunctionRun[DurableRun], order: Order) -> Shipment:
     return run.step("ship", ship, order, times=2)
 
 
+def ask(url: str, times: int = 1) -> bytes:
+    return url.encode() * times
+
+
+def pay(idempotency_key: str, amount: Decimal) -> Shipment:
+    return Shipment(f"{idempotency_key} {amount}")
+
+
+async def ask_async(url: str) -> bytes:
+    return url.encode()
+
+
+async def pay_async(idempotency_key: str, amount: Decimal) -> Shipment:
+    return Shipment(f"{idempotency_key} {amount}")
+
+
+@functions.function("gathers", on_mismatch=OnMismatch.PARK, aliases={"a": "b", 2: ("c", 3)})
+def gathers(run: FunctionRun) -> None:
+    a, b = call("a", ask, "https://example.org"), keyed_call(2, pay, amount=Decimal(1))
+    assert_type(a, Call[bytes])
+    assert_type(b, Call[Shipment])
+    assert_type(run.gather(a), tuple[bytes])
+    assert_type(run.gather(a, b), tuple[bytes, Shipment])
+    assert_type(run.gather(a, b, a), tuple[bytes, Shipment, bytes])
+    assert_type(run.gather(a, b, a, b), tuple[bytes, Shipment, bytes, Shipment])
+    assert_type(run.gather(a, b, a, b, a), tuple[bytes, Shipment, bytes, Shipment, bytes])
+    assert_type(run.gather(a, b, a, b, a, b), tuple[bytes, Shipment, bytes, Shipment, bytes, Shipment])
+    assert_type(run.gather(*[call(at, ask, "x") for at in range(9)]), tuple[bytes, ...])
+
+
+def errors() -> list[type[ReceiptMismatch]]:
+    return [ResultMismatch, InputMismatch, StepUnreached, RunInputMismatch]
+
+
+def gathers_in_a_core_run(run: Run[Any]) -> None:
+    assert_type(run.gather(call("a", ask, "x"), call("b", count_up)), tuple[bytes, int])
+
+
+def count_up() -> int:
+    return 1
+
+
 @functions.function("nightly")
 def nightly(run: FunctionRun) -> int:
     return run.step("count", count)
@@ -92,6 +145,15 @@ def count(_: Session) -> int:
 async def fulfil_async(run: AsyncFunctionRun, order: Order) -> Shipment:
     await run.publish(order)
     return await run.step("ship", ship_async, order)
+
+
+@async_functions.function("gathers", on_mismatch=OnMismatch.KEEP, aliases={"a": "b"})
+async def gathers_async(run: AsyncFunctionRun) -> None:
+    a, b = call("a", ask_async, "https://example.org"), keyed_call(2, pay_async, amount=Decimal(1))
+    assert_type(await run.gather(a), tuple[bytes])
+    assert_type(await run.gather(a, b), tuple[bytes, Shipment])
+    assert_type(await run.gather(a, b, a, b, a, b), tuple[bytes, Shipment, bytes, Shipment, bytes, Shipment])
+    assert_type(await run.gather(*[call(at, ask_async, "x") for at in range(9)]), tuple[bytes, ...])
 
 
 @async_functions.function("nightly")
@@ -120,6 +182,8 @@ def use(session: Session, order: Order) -> None:
     assert_type(functions.steps(handle), tuple[Receipt, ...])
     assert_type(functions.request_cancel(session, handle), bool)
     assert_type(functions.requeue(handle), bool)
+    fork = functions.fork(session, handle, from_step="ship", key="k", run_at=timedelta(1), priority=2, note="x")
+    assert_type(fork, FunctionHandle[Shipment])
     assert_type(functions.execute(handle, run_now=True), Outcome)
     assert_type(functions.find(function=fulfil, status=FunctionStatus.FAILED), list[FunctionSummary])
     described = functions.describe(handle)
@@ -142,6 +206,7 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.steps(handle), tuple[Receipt, ...])
     assert_type(await async_functions.request_cancel(session, handle), bool)
     assert_type(await async_functions.requeue(handle), bool)
+    assert_type(await async_functions.fork(session, handle, from_step=1), FunctionHandle[Shipment])
     assert_type(await async_functions.execute(handle), Outcome)
     assert_type(await async_functions.find(tenant="t"), list[FunctionSummary])
     AsyncWorker(async_functions, functions).stop()

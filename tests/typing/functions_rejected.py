@@ -8,15 +8,17 @@ from __future__ import annotations
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from sqla_durable import FunctionHandle, FunctionRun
+from sqla_durable import FunctionHandle, FunctionRun, call, keyed_call
 from tests.typing.functions_accepted import (
     Order,
     Shipment,
+    ask,
     async_functions,
     fulfil,
     fulfil_async,
     functions,
     nightly,
+    pay,
     ship,
 )
 
@@ -47,6 +49,29 @@ def body(run: FunctionRun, order: Order) -> Shipment:
     run.step("no session first", without_session, order)  # type: ignore[arg-type, call-arg]
     number: int = run.step("wrong result", ship, order)  # type: ignore[assignment]
     return number  # type: ignore[return-value]
+
+
+def gathers(run: FunctionRun) -> None:
+    call("too few arguments", ask)  # type: ignore[call-arg]
+    call("wrong type of argument", ask, 1)  # type: ignore[arg-type]
+    call(1.5, ask, "x")  # type: ignore[arg-type]
+    keyed_call("no key", pay_nothing)  # type: ignore[arg-type]
+    keyed_call("too few arguments", pay)  # type: ignore[call-arg]
+    a, _, b = run.gather(call("a", ask, "x"), call("b", ask, "x"))  # type: ignore[misc]
+    number: int = run.gather(call("a", ask, "x"))[0]  # type: ignore[assignment]
+    run.gather(ask)  # type: ignore[call-overload]
+    print(a, b, number)
+
+
+def pay_nothing() -> None: ...
+
+
+def forks(session: Session, run: FunctionHandle[Shipment]) -> None:
+    functions.fork(session, run)  # type: ignore[call-arg]
+    functions.fork(session, run, from_step=1.5)  # type: ignore[arg-type]
+    other: FunctionHandle[int] = functions.fork(session, run, from_step="a")  # type: ignore[arg-type]
+    functions.function("policy", on_mismatch="park")  # type: ignore[arg-type]
+    print(other)
 
 
 def without_session(order: Order) -> Shipment:

@@ -10,12 +10,13 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Lifecycle, Pending, Receipt, Retry, Run, Runs, RunSummary, Worker
+from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.typing.accepted import (
     Base,
     Consent,
     Leased,
+    LimitedRun,
     Plan,
     PlanStatus,
     PlanStep,
@@ -150,3 +151,27 @@ def machines(session: Session, plan: Plan, consent: Consent, receipt: Receipt) -
     print(plan.expires_at)  # type: ignore[attr-defined]
     consent.expires_at = "tomorrow"  # type: ignore[assignment]
     receipt.step = "other"  # type: ignore[misc]
+
+
+def waits_without_session(payload: int) -> None: ...
+
+
+async def answers_later(session: AsyncSession, payload: int) -> int:
+    return payload
+
+
+def waiting(run: Run[Plan], async_run: AsyncRun[Plan], factory: sessionmaker[Session], runs: Runs[Plan]) -> None:
+    run.wait(1, int)  # type: ignore[call-overload]
+    run.wait("paid", int, timeout=5)  # type: ignore[call-overload]
+    run.answer("paid", waits_without_session)  # type: ignore[arg-type]
+    run.answer("paid", answers_later)  # type: ignore[arg-type, unused-coroutine]
+    run.sleep("nap", 5)  # type: ignore[arg-type]
+    Runs(factory, Plan, PlanStep, signals=PlanStep)  # type: ignore[arg-type]
+    runs.update(1, "paid", 7)  # type: ignore[call-overload]
+
+
+def limits(functions: Functions[LimitedRun]) -> None:
+    functions.function("a", concurrency="5")  # type: ignore[arg-type]
+    functions.function("b", rate=100)  # type: ignore[arg-type]
+    Rate(100, per=60)  # type: ignore[arg-type]
+    Rate(100)  # type: ignore[call-arg]

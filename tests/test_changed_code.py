@@ -1,0 +1,576 @@
+"""A run whose receipts are not those of the code that carries it out: never silently done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, func, select
+from sqlalchemy.orm import Session, sessionmaker
+
+from sqla_durable import (
+    PENDING,
+    Call,
+    ConfigurationError,
+    Ending,
+    FunctionStatus,
+    InputMismatch,
+    OnMismatch,
+    ReceiptMismatch,
+    ResultMismatch,
+    RetryableError,
+    RunFailed,
+    RunInputMismatch,
+    Runs,
+    StepReused,
+    StepUnreached,
+    Suspended,
+    call,
+)
+from sqla_durable.fingerprint import of_call
+from sqla_durable.testing import lapse
+from tests.support import Plan, PlanStep, approved_plan
+from tests.support_functions import DurableRun, Entry, Order, labels, tables
+from tests.support_processes import Program
+from tests.support_versions import FORMS, Version, versions
+
+Versions = tuple[Version, Version]
+
+
+@pytest.fixture(params=FORMS)
+def old_and_new(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Versions]:
+    """Two versions of one program on the same database."""
+    tables(engine)
+    with versions(request.param, engine.url.render_as_string(hide_password=False)) as (old, new):
+        yield old, new
+
+
+def write(session: Session, label: str) -> str:
+    session.add(Entry(label=label))
+    return label
+
+
+def crash() -> None:
+    raise RetryableError("the process went away")
+
+
+def left_half_way(version: Version, body: Any, *given: Any, **options: Any) -> Any:
+    """Start a run whose body ends with a crash, and carry it out once."""
+    version.function("job", body, **options)
+    handle = version.start("job", *given)
+    assert version.execute(handle).ending is Ending.INTERRUPTED
+    return handle
+
+
+def recorded(run: Any) -> None:
+    run.step("one", write, "first")
+    crash()
+
+
+# a changed input
+
+
+def test_a_step_that_is_called_with_another_input_fails_the_run_and_is_not_done_again(
+    old_and_new: Versions, engine: Engine
+) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+    new.function("job", lambda run: run.step("one", write, "other"))
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, InputMismatch)
+    assert "step 'one' was recorded when it was called with another input" in str(outcome.exception)
+    assert labels(engine) == ["first"]
+
+
+def test_a_failed_run_goes_on_from_its_receipts_once_the_code_is_right(old_and_new: Versions, engine: Engine) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+    new.function("job", lambda run: run.step("one", write, "other"))
+    assert new.execute(handle).status is FunctionStatus.FAILED
+    with versions(old.form, old.engine.url.render_as_string(hide_password=False), 1) as (right,):
+        right.function("job", lambda run: [run.step("one", write, "first"), run.step("two", write, "second")][-1])
+        assert right.functions.requeue(handle)
+        assert right.execute(handle).status is FunctionStatus.DONE
+    assert labels(engine) == ["first", "second"]
+
+
+@pytest.mark.parametrize("kind", ["step", "external", "keyed", "operation", "gather"])
+def test_every_kind_of_step_minds_its_input(old_and_new: Versions, kind: str) -> None:
+    old, new = old_and_new
+    calls: list[int] = []
+
+    def echo(value: int) -> int:
+        calls.append(value)
+        return value
+
+    def body(value: int, run: Any) -> None:
+        steps = {
+            "step": lambda: run.step("one", lambda session, value: echo(value), value),
+            "external": lambda: run.external("one", echo, value),
+            "keyed": lambda: run.keyed("one", lambda key, value: echo(value), value),
+            "operation": lambda: run.operation("one", start=partial(echo, value), poll=lambda ids: ids),
+            "gather": lambda: run.gather(call("one", echo, value)),
+        }
+        steps[kind]()
+        crash()
+
+    handle = left_half_way(old, partial(body, 1))
+    (receipt,) = old.functions.steps(handle)
+    assert receipt.input_fingerprint is not None
+    new.function("job", partial(body, 2))
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED, outcome
+    assert isinstance(outcome.exception, InputMismatch)
+    assert calls == [1]
+
+
+def test_an_operation_that_waits_minds_its_input_before_it_is_polled(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def issue(value: int) -> int:
+        return value
+
+    def body(value: int, run: Any) -> None:
+        def poll(ids: int) -> Any:
+            return PENDING if value == 1 else pytest.fail("polled")
+
+        run.operation("one", start=partial(issue, value), poll=poll, every=timedelta(0))
+
+    old.function("job", partial(body, 1))
+    handle = old.start("job")
+    assert old.execute(handle).ending is Ending.SUSPENDED
+    new.function("job", partial(body, 2))
+    assert isinstance(new.execute(handle).exception, InputMismatch)
+
+
+def test_a_recorded_failure_does_not_answer_for_another_input(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def divide(session: Any, number: int) -> None:
+        raise ZeroDivisionError(number)
+
+    def body(number: int, run: Any) -> None:
+        try:
+            run.step("one", divide, number)
+        except ZeroDivisionError:
+            crash()
+
+    handle = left_half_way(old, partial(body, 1))
+    new.function("job", partial(body, 2))
+    assert isinstance(new.execute(handle).exception, InputMismatch)
+
+
+def test_a_body_that_swallows_a_mismatch_neither_does_the_step_nor_lands_as_done(
+    old_and_new: Versions, engine: Engine
+) -> None:
+    old, new = old_and_new
+
+    def body(run: Any) -> None:
+        for _ in range(2):
+            with pytest.raises(ReceiptMismatch):
+                run.external("one", lambda value: pytest.fail("called"), 2)
+
+    handle = left_half_way(old, lambda run: [run.external("one", lambda value: value, 1), crash()])
+    new.function("job", body)
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, InputMismatch)
+
+
+def test_an_input_that_its_body_changes_is_known_as_it_was_given(old_and_new: Versions) -> None:
+    old, _ = old_and_new
+
+    def take(session: Any, items: list[int]) -> int:
+        return items.pop()
+
+    def body(run: Any) -> None:
+        run.step("one", take, [1, 2])
+        if run.lease.attempt == 1:
+            crash()
+
+    handle = left_half_way(old, body)
+    assert old.execute(handle).status is FunctionStatus.DONE
+
+
+def test_core_runs_record_no_fingerprint(engine: Engine) -> None:
+    factory = sessionmaker(engine)
+    plans = Runs(factory, Plan, PlanStep)
+    outcome = plans.execute(approved_plan(factory), lambda run: run.external("one", lambda value: value, 1))
+    assert outcome.receipts[0].input_fingerprint is None
+
+
+class Client:
+    pass
+
+
+@dataclass
+class Parcel:
+    weight: int
+    items: list[str]
+
+
+def test_a_fingerprint_is_of_the_values_and_of_the_type_of_what_json_cannot_hold() -> None:
+    def fn() -> None: ...
+
+    def of(*args: Any, **kwargs: Any) -> str:
+        return of_call(fn, args, kwargs)
+
+    assert of(Parcel(1, ["a"]), note="x") == of(Parcel(1, ["a"]), note="x")
+    assert of(Parcel(1, ["a"])) != of(Parcel(1, ["b"]))
+    assert of(Client()) == of(Client()) != of(object())
+    assert of(1) != of(True) != of("1")
+    assert of({1, 2}) == of({2, 1})
+    assert of_call(partial(fn, 1, note="x"), (2,), {}) == of(1, 2, note="x")
+    assert of(DurableRun(function="a")) == of(DurableRun(function="b")), "a mapped object changes with its row"
+
+
+def test_a_fingerprint_uses_up_no_iterator() -> None:
+    given = iter([1, 2])
+    of_call(print, (given,), {})
+    assert list(given) == [1, 2]
+
+
+# a result, an input of the whole run
+
+
+def number(session: Any) -> int:
+    return 1
+
+
+def text(session: Any) -> list[str]:
+    return ["a"]
+
+
+@pytest.mark.parametrize("policy", [OnMismatch.FAIL, OnMismatch.KEEP])
+def test_a_result_that_does_not_decode_any_more_fails_the_run(old_and_new: Versions, policy: OnMismatch) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, lambda run: [run.step("one", number), crash()])
+    new.function("job", lambda run: run.step("one", text), on_mismatch=policy)
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, ResultMismatch)
+
+
+def plain_input(run: Any, given: int) -> int:
+    return given
+
+
+def order_input(run: Any, given: Order) -> int:
+    return given.id
+
+
+@pytest.mark.parametrize("policy", [OnMismatch.FAIL, OnMismatch.KEEP])
+def test_an_input_of_the_run_that_does_not_decode_any_more_fails_it(old_and_new: Versions, policy: OnMismatch) -> None:
+    old, new = old_and_new
+    old.function("job", plain_input)
+    handle = old.start("job", 1)
+    new.function("job", order_input, on_mismatch=policy)
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, RunInputMismatch)
+    assert "function 'job': the run was started with an input that does not decode" in str(outcome.exception)
+    with pytest.raises(RunFailed, match="RunInputMismatch"):
+        new.functions.result(handle)
+
+
+def test_an_input_that_does_not_decode_is_left_to_other_code_where_that_is_said(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    old.function("job", plain_input)
+    handle = old.start("job", 1)
+    new.function("job", order_input, on_mismatch=OnMismatch.PARK)
+    assert new.execute(handle).ending is Ending.SUSPENDED
+    assert old.execute(handle, run_now=True).status is FunctionStatus.DONE
+
+
+def test_a_receipt_of_another_kind_of_step_fails_the_run_as_before(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+    new.function("job", lambda run: run.external("one", write, None, "first"), on_mismatch=OnMismatch.KEEP)
+    outcome = new.execute(handle)
+    assert type(outcome.exception) is ReceiptMismatch
+    assert outcome.status is FunctionStatus.FAILED
+
+
+# a step that is not reached
+
+
+def test_a_body_that_returns_without_reaching_a_recorded_step_does_not_land_as_done(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+    new.function("job", lambda run: run.step("two", write, "second"))
+    outcome = new.execute(handle)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, StepUnreached)
+    assert "step 'one' has a receipt and was not reached" in str(outcome.exception)
+
+
+def test_a_failed_step_that_was_caught_and_is_not_reached_again_counts_too(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def body(run: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            run.step("one", lambda session: 1 / 0)
+        crash()
+
+    handle = left_half_way(old, body)
+    new.function("job", lambda run: None)
+    assert isinstance(new.execute(handle).exception, StepUnreached)
+
+
+def test_steps_of_every_kind_that_are_reached_let_the_run_land(old_and_new: Versions) -> None:
+    old, _ = old_and_new
+
+    def body(run: Any) -> int:
+        run.step(1, write, "first")
+        run.external("two", lambda: 2)
+        run.keyed("three", lambda key: 3)
+        run.operation("four", start=lambda: 4, poll=lambda ids: ids)
+        run.gather(call("five", lambda: 5), call("six", lambda: 6))
+        try:
+            run.external("seven", lambda: 1 / 0)
+        except Exception:  # noqa: BLE001 - it is another one in a replay
+            run.external("eight", lambda: 8)
+        if run.lease.attempt == 1:
+            crash()
+        return 9
+
+    handle = left_half_way(old, body)
+    assert old.execute(handle).status is FunctionStatus.DONE
+    assert old.functions.result(handle) == 9
+
+
+# the policies
+
+
+def test_a_function_that_keeps_answers_in_spite_of_a_changed_input_and_lets_unreached_steps_be(
+    old_and_new: Versions, engine: Engine
+) -> None:
+    old, new = old_and_new
+
+    def both(run: Any) -> None:
+        run.step("zero", write, "zeroth")
+        recorded(run)
+
+    handle = left_half_way(old, both)
+    new.function("job", lambda run: run.step("one", write, "other"), on_mismatch=OnMismatch.KEEP)
+    assert new.execute(handle).status is FunctionStatus.DONE
+    assert new.functions.result(handle) == "first"
+    assert labels(engine) == ["zeroth", "first"]
+
+
+@pytest.mark.parametrize("what", ["input", "result", "unreached", "kind"])
+def test_a_function_that_parks_hands_the_run_to_other_code_and_counts_no_attempt(
+    old_and_new: Versions, engine: Engine, what: str
+) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+    bodies = {
+        "input": lambda run: run.step("one", write, "other"),
+        "result": lambda run: run.step("one", listed, "first"),
+        "unreached": lambda run: None,
+        "kind": lambda run: run.external("one", write, None, "first"),
+    }
+    new.function("job", bodies[what], on_mismatch=OnMismatch.PARK)
+    for _ in range(7):
+        outcome = new.execute(handle, run_now=True)
+        assert outcome.ending is Ending.SUSPENDED
+    row = new.row(handle)
+    assert (row.status, row.attempts) == (FunctionStatus.READY, 1)
+    assert row.error is not None
+    with Session(engine) as session:
+        wait = session.scalars(select(DurableRun.available_at - func.clock_timestamp())).one()
+    assert timedelta(seconds=40) < wait < timedelta(seconds=80)
+    with versions(old.form, old.engine.url.render_as_string(hide_password=False), 1) as (right,):
+        right.function("job", lambda run: run.step("one", write, "first"))
+        assert right.execute(handle, run_now=True).status is FunctionStatus.DONE
+    assert labels(engine) == ["first"]
+
+
+def listed(session: Session, label: str) -> list[int]:
+    return []
+
+
+def test_a_body_that_swallows_being_parked_does_not_go_on(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def body(run: Any) -> None:
+        with pytest.raises(Suspended):
+            run.step("one", write, "other")
+        with pytest.raises(Suspended):
+            run.external("two", lambda: pytest.fail("called"))
+
+    handle = left_half_way(old, recorded)
+    new.function("job", body, on_mismatch=OnMismatch.PARK)
+    assert new.execute(handle).ending is Ending.SUSPENDED
+
+
+def test_a_run_that_is_to_be_cancelled_lands_as_cancelled_instead_of_being_parked(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    handle = left_half_way(old, recorded)
+
+    def body(run: Any) -> None:
+        with new.factory.begin() as session:
+            assert new.functions.request_cancel(session, handle)
+        run.step("one", write, "other")
+
+    new.function("job", body, on_mismatch=OnMismatch.PARK)
+    assert new.execute(handle).status is FunctionStatus.CANCELLED
+
+
+# renamed steps
+
+
+@pytest.mark.parametrize("kind", ["step", "external", "keyed", "operation", "gather"])
+def test_a_renamed_step_finds_its_receipt_under_its_former_key(old_and_new: Versions, kind: str) -> None:
+    old, new = old_and_new
+    calls: list[int] = []
+
+    def made(*_: Any) -> int:
+        calls.append(1)
+        return len(calls)
+
+    def body(key: Any, run: Any) -> int:
+        gathered: Call[int] = call(key, made)
+        steps = {
+            "step": lambda: run.step(key, made),
+            "external": lambda: run.external(key, made),
+            "keyed": lambda: run.keyed(key, made),
+            "operation": lambda: run.operation(key, start=made, poll=lambda ids: ids),
+            "gather": lambda: run.gather(gathered)[0],
+        }
+        result: int = steps[kind]()
+        if key == 3:
+            crash()
+        return result
+
+    handle = left_half_way(old, partial(body, 3))
+    new.function("job", partial(body, "charge-card"), aliases={"charge-card": ("charge", 3), "other": "else"})
+    assert new.execute(handle).status is FunctionStatus.DONE
+    assert new.functions.result(handle) == 1
+    assert list(new.steps(handle)) == ["3"]
+
+
+def test_a_renamed_step_that_failed_is_replayed_and_done_again_as_one(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def body(key: str, run: Any) -> str:
+        try:
+            run.external(key, lambda: 1 / 0)
+        except Exception:  # noqa: BLE001 - it is another one in a replay
+            if key == "old":
+                crash()
+        return str(run.external(key, lambda: "done"))
+
+    handle = left_half_way(old, partial(body, "old"))
+    new.function("job", partial(body, "new"), aliases={"new": "old"})
+    assert new.execute(handle).status is FunctionStatus.DONE
+    assert new.steps(handle) == {"old": "done"}
+
+
+def test_a_renamed_keyed_step_is_called_with_the_idempotency_key_that_it_had_at_first(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    keys: list[str] = []
+
+    def charge(key: str) -> None:
+        keys.append(key)
+        if len(keys) == 1:
+            crash()  # after the call, and before its receipt
+
+    handle = left_half_way(old, lambda run: run.keyed("charge", charge))
+
+    def body(run: Any) -> str:
+        run.keyed("pay", charge)
+        return str(run.idempotency_key("pay"))
+
+    new.function("job", body, aliases={"pay": ("charge-card", "charge")})
+    assert new.execute(handle).status is FunctionStatus.DONE
+    assert keys[0] == keys[1] == new.functions.result(handle)
+
+
+def test_a_former_key_may_not_be_used_by_another_step(old_and_new: Versions) -> None:
+    _, new = old_and_new
+    new.function("job", lambda run: run.step("old", write, "x"), aliases={"new": "old"})
+    outcome = new.execute(new.start("job"))
+    assert isinstance(outcome.exception, StepReused)
+    assert "former key of step 'new'" in str(outcome.exception)
+
+
+@pytest.mark.parametrize(
+    ("aliases", "said"),
+    [
+        ({"a": "c", "b": "c"}, "'c' for two steps"),
+        ({"a": "b", "b": "c"}, "'b' for two steps"),
+        ({"a": ("c", "c")}, "'c' for two steps"),
+        ({"a": "a"}, "'a' for two steps"),
+        ({"7": "a"}, "digits only"),
+        ({"a": ""}, "from 1 to 200 printable characters"),
+        ({"a": "x" * 201}, "from 1 to 200 printable characters"),
+        ({"a": 1.5}, "a key is a str or an int"),
+    ],
+)
+def test_aliases_that_cannot_work_are_refused(old_and_new: Versions, aliases: Any, said: str) -> None:
+    _, new = old_and_new
+    with pytest.raises(ConfigurationError, match=f"function 'job'.*{said}"):
+        new.function("job", recorded, aliases=aliases)
+
+
+def test_a_policy_that_there_is_not_is_refused(old_and_new: Versions) -> None:
+    _, new = old_and_new
+    with pytest.raises(ConfigurationError, match=r"function 'job'.*'ignore' is not a valid OnMismatch"):
+        new.function("job", recorded, on_mismatch="ignore")
+
+
+# processes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_renamed_step_is_not_done_again_by_the_new_code_after_the_old_process_was_killed(
+    form: str, engine: Engine
+) -> None:
+    tables(engine)
+    url = engine.url.render_as_string(hide_password=False)
+    with Program("changed_code", url, form, "old") as old, Program("changed_code", url, form, "renamed") as new:
+        ident = old.ask("start")
+        old.send(ident)
+        assert old.receive() == ["charged", "charge"]
+        assert old.receive() == ["mailing"]
+        old.kill()
+        lapse_all(engine)
+        assert new.ask(ident) == ["mailing"]
+        assert new.ask("go on") == ["landed", "done"]
+    with versions(form, url, 1) as (version,):
+        assert list(version.steps(UUID(ident))) == ["charge", "mail"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_old_process_leaves_a_run_of_the_new_code_alone_and_the_new_one_finishes_it(
+    form: str, engine: Engine
+) -> None:
+    tables(engine)
+    url = engine.url.render_as_string(hide_password=False)
+    with Program("changed_code", url, form, "old") as old, Program("changed_code", url, form, "new") as new:
+        ident = new.ask("start")
+        new.send(ident)
+        assert new.receive() == ["charged", "new-charge"]
+        assert new.receive() == ["mailing"]
+        new.kill()
+        lapse_all(engine)
+        assert old.ask(ident) == ["suspended", "ready"]
+        with versions(form, url, 1) as (version,):
+            assert version.row(UUID(ident)).attempts == 1
+        with Program("changed_code", url, form, "new") as another:
+            assert another.ask(ident) == ["mailing"]
+            assert another.ask("go on") == ["landed", "done"]
+
+
+def lapse_all(engine: Engine) -> None:
+    """The holders of all runs have shown no sign of life for longer than their leases."""
+    with Session(engine) as session, session.begin():
+        for ident in session.scalars(select(DurableRun.id).where(DurableRun.status == FunctionStatus.RUNNING)):
+            lapse(session, DurableRun, ident)
