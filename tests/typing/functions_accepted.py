@@ -191,7 +191,7 @@ def use(session: Session, order: Order) -> None:
     assert_type(described.cancellable, bool)
     assert_type(described.handle.id, UUID | None)
     assert_type(functions.run_class, type[DurableRun])
-    Worker(*functions.works()).stop()
+    Worker(functions).stop()
 
 
 async def use_async(session: AsyncSession, order: Order) -> None:
@@ -209,7 +209,7 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.fork(session, handle, from_step=1), FunctionHandle[Shipment])
     assert_type(await async_functions.execute(handle), Outcome)
     assert_type(await async_functions.find(tenant="t"), list[FunctionSummary])
-    AsyncWorker(*async_functions.works()).stop()
+    AsyncWorker(async_functions, functions).stop()
 
 
 def fails(error: RunFailed) -> list[type[Exception]]:
