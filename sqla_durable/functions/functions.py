@@ -350,7 +350,7 @@ class Functions(Generic[FunctionT]):
         """Return a JSON value, such as a request's, as the input that a function takes: for :meth:`start`.
 
         :param function: the decorated function, or its name.
-        :param value: as :func:`json.loads` returns it.
+        :param value: as ``json.loads`` returns it.
         :raises InputError: where it is not one that the function takes, or it takes none.
         """
         return self._verbs.decode_input(function, value)

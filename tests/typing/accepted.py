@@ -54,9 +54,11 @@ from sqla_durable import (
     Retry,
     RetryableError,
     Run,
+    RunConditions,
     RunInFlight,
     RunMixin,
     RunNotFound,
+    RunReferenced,
     Runs,
     RunSummary,
     SignalMismatch,
@@ -307,6 +309,13 @@ def carry_out(run: Run[Plan]) -> None:
     assert_type(run.operation("nothing", start=start, poll=poll_or_nothing), Payment | None)
     run.renew()
     run.finish(title="done")
+
+
+def many_at_a_time(plans: Runs[Plan], session: Session) -> None:
+    conditions: RunConditions = {"error": "no"}
+    assert_type(plans.requeue_all(limit=5, **conditions), int)
+    assert_type(plans.cancel_all(session, everything=True), int)
+    assert_type(plans.purge(timedelta(30), batch=100), int)
 
 
 def synchronous(plan: Plan, task: Task) -> None:
@@ -576,6 +585,8 @@ async def asynchronous(plan: Plan) -> None:
     assert_type(await plans.heal(plan.id), bool)
     assert_type(await plans.reap(5), int)
     assert_type(await plans.requeue(plan.id), bool)
+    assert_type(await plans.requeue_all(everything=True), int)
+    assert_type(await plans.purge(timedelta(30)), int)
     async with factory.begin() as session:
         assert_type(await transition(plan_statuses, session, plan, PlanStatus.APPROVED), bool)
         assert_type(await plans.request_cancel(session, plan.id), bool)
@@ -611,6 +622,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         RetryableError,
         RunInFlight,
         RunNotFound,
+        RunReferenced,
         StepReused,
         StepTimeout,
         Suspended,

@@ -71,6 +71,9 @@ def forks(session: Session, run: FunctionHandle[Shipment]) -> None:
     functions.fork(session, run, from_step=1.5)  # type: ignore[arg-type]
     other: FunctionHandle[int] = functions.fork(session, run, from_step="a")  # type: ignore[arg-type]
     functions.function("policy", on_mismatch="park")  # type: ignore[arg-type]
+    functions.requeue_all(unknown=1)  # type: ignore[call-arg]
+    functions.cancel_all(session, tenant=1)  # type: ignore[arg-type]
+    functions.purge(30)  # type: ignore[arg-type]
     print(other)
 
 
