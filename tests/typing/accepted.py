@@ -31,6 +31,7 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    HasWorks,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -522,7 +523,7 @@ class Declared:
 
 
 async def workers_of_both_forms(plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
-    declared = Declared(tasks.handled_by(lambda run: None))
+    declared: HasWorks[Work] = Declared(tasks.handled_by(lambda run: None))
     Worker(declared, tasks.handled_by(lambda run: None), concurrency=2)
     worker = AsyncWorker(plans.handled_by(async_carry_out), tasks.handled_by(lambda run: None), declared)
     assert_type(await worker.run_due(timedelta(seconds=50)), Counter[Ending])
