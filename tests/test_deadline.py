@@ -780,6 +780,26 @@ def test_a_run_that_waits_for_its_turn_in_a_batch_until_after_its_deadline_is_no
     assert effects(engine) == []
 
 
+def test_a_batch_of_which_one_waits_with_a_deadline_is_heeded_while_the_heartbeat_sleeps(
+    engine: Engine, runs: Runs[Timed]
+) -> None:
+    add(engine, None)
+    (ahead,) = runs.claim_due(1)
+    end, begun = threading.Event(), threading.Event()
+    other = Background(lambda: runs.execute(ahead, lambda _: begun.set() or end.wait(20)))  # type: ignore[func-returns-value]
+    assert begun.wait(20)
+    sleeping = runs._verbs.heartbeat._changed
+    eventually(lambda: not sleeping.is_set(), "the heartbeat to sleep")
+    time.sleep(0.1)
+    for limit in (None, SOON):
+        add(engine, limit)
+    first, second = runs.claim_due(2)
+    runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    end.set()
+    assert other.result().status is Status.DONE
+    assert_timed_out(engine, second.row.id)
+
+
 def test_a_run_that_another_process_has_claimed_is_landed_in_time_too(engine: Engine, runs: Runs[Timed]) -> None:
     run = runs.claim(add(engine, timedelta(seconds=1)))
     assert run is not None
