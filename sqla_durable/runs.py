@@ -132,6 +132,7 @@ class Stepping(Handle[RunT]):
         :return: what ``fn`` returned, as it reads back from the receipt.
         :raises LostLease: where the fence has moved on; ``fn`` is not called, or nothing of it is committed.
         :raises Cancelled: where someone asked for the run to be cancelled.
+        :raises TimedOut: where the run ran past its deadline.
         :raises StepFailed: where the receipt says that the step failed.
         :raises StepReused: where the key was used before in this execution.
         :raises TransactionEnded: where the body ended its transaction or swallowed a database error.
@@ -355,6 +356,7 @@ class Stepping(Handle[RunT]):
 
         :raises LostLease: where the fence has moved on.
         :raises Cancelled: where someone asked for the run to be cancelled.
+        :raises TimedOut: where the run ran past its deadline.
         """
         self.holder.renew()
 
@@ -368,6 +370,7 @@ class Run(Stepping[RunT]):
         :param values: other attributes of the run to set in the same statement.
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where someone asked for the run to be cancelled.
+        :raises TimedOut: where the run ran past its deadline.
         """
         self.holder.finish(values)
 
@@ -378,13 +381,14 @@ class Run(Stepping[RunT]):
         :param values: other attributes of the run to set in the same statement.
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where someone asked for the run to be cancelled.
+        :raises TimedOut: where the run ran past its deadline.
         """
         self.holder.fail(error, values)
 
     def release(self) -> None:
         """Hand the run back, ready to be claimed at once; this handle, and every copy of its lease, is spent.
 
-        A run that someone asked to cancel lands as cancelled instead.
+        A run that someone asked to cancel lands as cancelled instead, and one past its deadline as timed out.
 
         :raises ConfigurationError: where the machine has no edge from running to ready.
         :raises LostLease: where the fence has moved on; nothing is written.
