@@ -178,7 +178,10 @@ class Sending:
         return replies(self._store.runs, self._store.signals)
 
 
-def _type_of(payload: Any, type_: Any) -> Any:
+def _type_of(payload: object, type_: Any) -> Any:
     """Return how a payload is stored: as is said, or else as the model, dataclass or single value that it is."""
-    plain = payload is None or isinstance(payload, _PLAIN)
-    return payload.__class__ if type_ is Any and (is_dataclass(payload) or not plain) else type_
+    return type(payload) if type_ is Any and (is_dataclass(payload) or not _is_plain(payload)) else type_
+
+
+def _is_plain(payload: object) -> bool:
+    return payload is None or isinstance(payload, _PLAIN)
