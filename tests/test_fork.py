@@ -193,7 +193,11 @@ def test_a_run_with_an_open_operation_before_the_step_is_not_forked(version: Ver
 
 def test_keyed_steps_of_a_fork_have_other_idempotency_keys(version: Version) -> None:
     keys: list[str] = []
-    handle = done(version, lambda run: run.keyed("pay", keys.append))
+
+    def pay(key: str) -> None:
+        keys.append(key)
+
+    handle = done(version, lambda run: run.keyed("pay", pay))
     version.execute(version.fork(handle, from_step="pay"))
     assert len(set(keys)) == 2
 
