@@ -465,8 +465,10 @@ def test_in_two_phases_nothing_is_notified_and_waiters_look(
     mark(jobs, handle)
     with in_two.session_factory.begin() as session:
         assert in_two.request_cancel(session, handle)
+    asked = started(jobs, **DELAYED)
+    mark(jobs, asked)
     with jobs.session_factory(twophase=True) as session, session.begin():
-        assert jobs.request_cancel(session, started(jobs, **DELAYED))
+        assert jobs.request_cancel(session, asked)
     other = started(in_two, **DELAYED)
     waiter = Background(lambda: in_two.result(other))
     mark(jobs, other)
