@@ -420,7 +420,7 @@ def test_a_waiter_whose_database_is_away_says_so_when_its_time_is_up(
     engine: Engine, jobs: Functions[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = started(jobs, **DELAYED)
-    waiter = Background(lambda: jobs.wait(handle, timeout=timedelta(seconds=1)))
+    waiter = Background(lambda: jobs.wait(handle, timeout=timedelta(seconds=5)))
     eventually(waits_for(engine, handle), "a waiter")
     admin = create_engine(engine.url.set(database="postgres"), isolation_level="AUTOCOMMIT")
     name = engine.url.database
