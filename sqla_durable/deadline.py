@@ -69,7 +69,7 @@ def judged(locking: AnySelect, over: ColumnElement[Any], *, late: bool | None = 
 
 def _configure(mapper: Mapper[Any]) -> None:
     cls: type[Any] = mapper.class_
-    lifecycle: object = getattr(cls, "__lifecycle__", None)
+    lifecycle: Lifecycle[Any] | None = getattr(cls, "__lifecycle__", None)
     if not issubclass(cls, TransitionHook) or not isinstance(lifecycle, Lifecycle):
         raise ConfigurationError(
             f"{cls.__name__} has DeadlineMixin without RunMixin; declare it as class {cls.__name__}(DeadlineMixin, "

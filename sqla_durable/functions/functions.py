@@ -23,8 +23,10 @@ from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
-from sqla_durable.runs import SyncSessions, plain, refuse_coroutine, work_of
+from sqla_durable.runs import work_of
 from sqla_durable.signal import SignalMixin
+from sqla_durable.stepping import plain, refuse_coroutine
+from sqla_durable.sync_sessions import SyncSessions
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")

@@ -22,6 +22,7 @@ from sqla_durable import (
     Cancelled,
     ConfigurationError,
     DatabaseUnavailable,
+    DeadlineMixin,
     DurableError,
     Effect,
     Ending,
@@ -31,6 +32,7 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    HasWorks,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -70,6 +72,7 @@ from sqla_durable import (
     StepReused,
     StepTimeout,
     Suspended,
+    TimedOut,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -81,7 +84,7 @@ from sqla_durable import (
     Worker,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
-from sqla_durable.testing import expire, lapse, let_pass, make_due
+from sqla_durable.testing import expire, lapse, let_pass, make_due, overrun
 
 
 class PlanStatus(StrEnum):
@@ -190,6 +193,52 @@ def consents(session: Session, consent: Consent) -> None:
     values = {"title": "approved", "expires_at": func.now() + timedelta(hours=1)}
     assert_type(consent_statuses.transition(session, consent, ConsentStatus.APPROVED, values=values), bool)
     expire(session, Consent, consent)
+
+
+class JobStatus(StrEnum):
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+
+
+job_statuses = StatusMachine(
+    JobStatus,
+    initial=JobStatus.READY,
+    transitions={
+        JobStatus.READY: {JobStatus.RUNNING},
+        JobStatus.RUNNING: {JobStatus.DONE, JobStatus.FAILED, JobStatus.TIMED_OUT, JobStatus.READY},
+    },
+)
+
+
+class Job(DeadlineMixin, RunMixin, Base):
+    __tablename__ = "job"
+    __lifecycle__ = Lifecycle(
+        job_statuses,
+        ready=JobStatus.READY,
+        running=JobStatus.RUNNING,
+        done=JobStatus.DONE,
+        failed=JobStatus.FAILED,
+        timed_out=JobStatus.TIMED_OUT,
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[JobStatus] = job_statuses.column()
+
+
+class JobStep(ReceiptMixin[Job], Base):
+    __tablename__ = "job_step"
+
+
+def deadlines(factory: sessionmaker[Session]) -> None:
+    jobs = Runs(factory, Job, JobStep)
+    with factory.begin() as session:
+        job = jobs.start(session, max_duration=timedelta(hours=1))
+        assert_type(job.max_duration, timedelta | None)
+        job.max_duration = None
+        select(Job).where(Job.max_duration > timedelta(hours=1))
+        overrun(session, Job, job)
 
 
 class DataclassBase(MappedAsDataclass, DeclarativeBase):
@@ -522,7 +571,7 @@ class Declared:
 
 
 async def workers_of_both_forms(plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
-    declared = Declared(tasks.handled_by(lambda run: None))
+    declared: HasWorks[Work] = Declared(tasks.handled_by(lambda run: None))
     Worker(declared, tasks.handled_by(lambda run: None), concurrency=2)
     worker = AsyncWorker(plans.handled_by(async_carry_out), tasks.handled_by(lambda run: None), declared)
     assert_type(await worker.run_due(timedelta(seconds=50)), Counter[Ending])
@@ -626,6 +675,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         StepReused,
         StepTimeout,
         Suspended,
+        TimedOut,
         TransactionConflict,
         TransactionEnded,
         UndeclaredTransition,

@@ -200,7 +200,7 @@ def use(session: Session, order: Order) -> None:
     assert_type(described.waiting, bool)
     conditions: FunctionConditions = {"tenant": "t", "older_than": timedelta(1)}
     functions.cancel_all(session, **conditions)
-    Worker(*functions.works()).stop()
+    Worker(functions).stop()
 
 
 async def use_async(session: AsyncSession, order: Order) -> None:
@@ -223,7 +223,7 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.cancel_all(session, key="k"), int)
     assert_type(await async_functions.purge(timedelta(30)), int)
     assert_type(await async_functions.reap(5), int)
-    AsyncWorker(*async_functions.works()).stop()
+    AsyncWorker(async_functions, functions).stop()
 
 
 def fails(error: RunFailed) -> list[type[Exception]]:

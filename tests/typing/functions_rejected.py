@@ -57,10 +57,10 @@ def gathers(run: FunctionRun) -> None:
     call(1.5, ask, "x")  # type: ignore[arg-type]
     keyed_call("no key", pay_nothing)  # type: ignore[arg-type]
     keyed_call("too few arguments", pay)  # type: ignore[call-arg]
-    a, _, b = run.gather(call("a", ask, "x"), call("b", ask, "x"))  # type: ignore[misc]
+    _, _, _ = run.gather(call("a", ask, "x"), call("b", ask, "x"))  # type: ignore[misc]
     number: int = run.gather(call("a", ask, "x"))[0]  # type: ignore[assignment]
     run.gather(ask)  # type: ignore[call-overload]
-    print(a, b, number)
+    print(number)
 
 
 def pay_nothing() -> None: ...
