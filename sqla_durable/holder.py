@@ -501,7 +501,8 @@ class Holder(Generic[RunT]):
         else:
             left: timedelta | None = None if self.store.runs.deadline is None else row.time_left
             late = left is not None and left <= timedelta(0)
-            self.ask_at = None if late else self._from_now(left)
+            if not late:  # else the heartbeat asks when it would have, to land the run
+                self.ask_at = self._from_now(left)
             self.note_stop(reasons(self.store.runs, requested=row.cancel_requested_at is not None, late=late))
         return _weight(self.lost) > _weight(before)
 

@@ -597,7 +597,10 @@ def test_a_cancel_request_outweighs_a_deadline(
 
     outcome = runs.execute(ident, carry_out)
     assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.CANCELLED)
-    assert row(engine, ident).status == Status.CANCELLED
+    found = row(engine, ident)
+    assert found.status == Status.CANCELLED
+    assert "TimedOut" not in {entry["type"] for entry in found.failures}
+    assert found.error is None or found.error["type"] != "TimedOut"
     assert effects(engine) == []
 
 
@@ -657,8 +660,28 @@ def test_a_run_whose_handler_sleeps_past_the_deadline_and_returns_has_landed_by_
     assert_timed_out(engine, ident)
 
 
+def test_a_handler_that_notices_by_itself_and_then_blocks_cannot_keep_its_run(
+    engine: Engine, runs: Runs[Timed]
+) -> None:
+    ident = add(engine, LATER)
+
+    def carry_out(run: Run[Timed]) -> None:
+        assert run.holder.ask_at is not None
+        run.holder.ask_at += 1  # the heartbeat is later than the handler
+        runs._verbs.heartbeat._changed.set()
+        wait_for_the_deadline(engine, ident)
+        with suppress(TimedOut):
+            run.renew()
+        assert not run.holder.ended
+        eventually(lambda: run.holder.ended, "the landing")
+
+    outcome = runs.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
+    assert_timed_out(engine, ident)
+
+
 def test_who_is_told_of_a_deadline_that_has_passed_finds_the_run_landed(engine: Engine, runs: Runs[Timed]) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, LATER)
     run = runs.claim(ident)
     assert run is not None
     holder, seen, told = run.holder, list[Any](), threading.Event()
@@ -719,7 +742,7 @@ def test_a_run_that_could_not_be_landed_for_a_step_is_landed_at_a_later_heartbea
 
     outcome = beating._verbs.execute(holder, lambda _: carry_out(), on_lost=lambda: told.append(holder.ended))
     assert told == [False, True]
-    assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.TIMED_OUT)
+    assert (outcome.ending, outcome.status, outcome.exception) == (Ending.LANDED, Status.TIMED_OUT, None)
     assert_timed_out(engine, ident, Beating)
 
 
@@ -735,7 +758,8 @@ def test_a_reaped_run_is_taken_back_and_landed_by_the_heartbeat_of_its_holder(
         beating.heal(ident)
         eventually(lambda: run.holder.ended, "the landing")
 
-    assert beating.execute(ident, carry_out).status is Status.TIMED_OUT
+    outcome = beating.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
     assert_timed_out(engine, ident, Beating)
 
 
@@ -771,7 +795,8 @@ def test_a_run_that_waits_for_its_turn_in_a_batch_until_after_its_deadline_is_no
     waits = add(engine, SOON)
     first, second = runs.claim_due(2)
     assert second.row.id == waits
-    runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    waited = runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    assert waited.status is Status.DONE
     outcome = runs.execute(second, lambda run: run.step("late", leave, "late"))
     assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.TIMED_OUT)
     assert_timed_out(engine, waits)
@@ -792,7 +817,8 @@ def test_a_batch_of_which_one_waits_with_a_deadline_is_heeded_while_the_heartbea
     for limit in (None, SOON):
         add(engine, limit)
     first, second = runs.claim_due(2)
-    runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    waited = runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    assert waited.status is Status.DONE
     end.set()
     assert other.result().status is Status.DONE
     assert_timed_out(engine, second.row.id)
@@ -804,7 +830,7 @@ def test_a_run_that_another_process_has_claimed_is_landed_in_time_too(engine: En
     other: Runs[Timed] = Runs(sessionmaker(engine), Timed, TimedStep)
     held = other.hold(run.lease)
     outcome = other.execute(held, lambda run: eventually(lambda: run.holder.ended, "the landing"))
-    assert outcome.status is Status.TIMED_OUT
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
 
 
 def test_a_deadline_that_cannot_be_asked_about_is_asked_about_at_the_next_heartbeat(
@@ -830,7 +856,8 @@ def test_a_deadline_that_cannot_be_asked_about_is_asked_about_at_the_next_heartb
         return made
 
     store.own_engine = watched  # type: ignore[method-assign]
-    assert beating.execute(ident, carry_out).status is Status.TIMED_OUT
+    outcome = beating.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
     assert 3 <= len(asked) < 10, "it does not ask again and again in between"
 
 
