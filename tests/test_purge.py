@@ -286,7 +286,8 @@ def test_a_hierarchy_of_joined_tables_is_purged_whole(empty_url: str) -> None:
 
 def test_a_run_whose_token_is_not_back_in_the_bucket_is_kept_for_its_rate(jobs: Functions[Job], engine: Engine) -> None:
     jobs.function("seldom", rate=Rate(1, per=timedelta(hours=1)))(lambda run: None)
-    handle = started(jobs, "seldom")
+    with jobs.session_factory.begin() as session:
+        handle = jobs.start(session, "seldom")
     assert jobs.execute(handle).status is FunctionStatus.DONE
     assert jobs.purge(NOW) == 0
     with engine.begin() as connection:

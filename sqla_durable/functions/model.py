@@ -123,11 +123,14 @@ class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, Priority
         input = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 4)
         output = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 5)
         state = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 6)
-        awaited = mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
 
         @declared_attr  # it is listened to, which no import should do
         def status(cls):  # noqa: N805 - a class method, as SQLAlchemy calls it
             return function_statuses.column(sort_order=_SORT_ORDER + 3)
+
+        @declared_attr  # as above
+        def awaited(cls):  # noqa: N805 - as above
+            return mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
