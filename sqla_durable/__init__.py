@@ -7,7 +7,7 @@ needs greenlet.
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.changes import OnMismatch
 from sqla_durable.deadline import DeadlineMixin
-from sqla_durable.dispatch import Work
+from sqla_durable.dispatch import HasWorks, Work
 from sqla_durable.exc import (
     Cancelled,
     ConfigurationError,
@@ -103,6 +103,7 @@ __all__ = [
     "FunctionStatus",
     "FunctionSummary",
     "Functions",
+    "HasWorks",
     "HolderError",
     "InputError",
     "InputMismatch",

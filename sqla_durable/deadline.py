@@ -45,7 +45,8 @@ def deadline(started_at: ColumnElement[Any], max_duration: ColumnElement[Any]) -
     The duration is added as seconds: PostgreSQL adds the days of an interval by the calendar of the session's time
     zone, in which one of them may last 23 hours, or 25.
     """
-    seconds = cast(func.extract("epoch", max_duration), Float)
+    epoch: ColumnElement[Any] = func.extract("epoch", max_duration)
+    seconds: ColumnElement[Any] = cast(epoch, Float)
     over: ColumnElement[Any] = started_at + func.make_interval(0, 0, 0, 0, 0, 0, seconds, type_=Interval)
     return cast(over, DateTime(timezone=True))
 
@@ -69,7 +70,7 @@ def judged(locking: AnySelect, over: ColumnElement[Any], *, late: bool | None = 
 
 def _configure(mapper: Mapper[Any]) -> None:
     cls: type[Any] = mapper.class_
-    lifecycle: object = getattr(cls, "__lifecycle__", None)
+    lifecycle: Lifecycle[Any] | None = getattr(cls, "__lifecycle__", None)
     if not issubclass(cls, TransitionHook) or not isinstance(lifecycle, Lifecycle):
         raise ConfigurationError(
             f"{cls.__name__} has DeadlineMixin without RunMixin; declare it as class {cls.__name__}(DeadlineMixin, "

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
-from sqla_durable.execution import Ending, Outcome
+from sqla_durable.execution import Ending, Outcome, hand_back
 from sqla_durable.holder import Holder
 from sqla_durable.retry import Retry, require_durations
 from sqla_durable.room import Room, Share, Wake
@@ -130,6 +130,11 @@ class _Source:
         self._outages = 0
         self._rests_until = -math.inf
 
+    @property
+    def hands_back(self) -> bool:
+        """Whether a claimed run can be handed back."""
+        return self.work.verbs.runs.lifecycle.releases
+
     def claim(self, limit: int) -> list[Holder[Any]]:
         """Claim what is due, or nothing while the database is away."""
         if self.rest():
@@ -168,7 +173,7 @@ class Dispatcher:
         self._sources = deque(_Source(work) for work in works)
         self._slots = slots
         self._room = room
-        self._share = Share(slots.wake, len(works), held_up=slots.held_up)
+        self._share = Share(slots.wake, len(works))
         self._poll = poll.total_seconds()
         self._grace = grace.total_seconds()
         self._claiming = threading.Lock()
@@ -259,17 +264,19 @@ class Dispatcher:
         more = False
         self._sources.rotate(-1)
         for source in self._sources:
-            limit = self._room.reserve(self._share)
+            limit = self._room.reserve(self._share, lends=self._slots.held_up and source.hands_back)
             if not limit:
                 more = True
                 break
-            claimed: list[Holder[Any]] = []
+            claimed: Sequence[Holder[Any]] = ()
             try:
                 claimed = source.claim(limit)
             finally:
-                self._room.enter(self._share, limit, claimed)
-            for holder in claimed:
+                surplus = self._room.enter(self._share, claimed)
+            for holder in claimed[: len(claimed) - len(surplus)]:
                 self._slots.start(source.work, holder, self._ended)
+            for holder in surplus:
+                hand_back(holder)
             more = more or len(claimed) == limit
         self._room.looked(self._share, more=more)
 
@@ -282,7 +289,7 @@ class Dispatcher:
             left = [] if end is None else [end - time.monotonic()]
             if left and left[0] <= 0:
                 return
-            self._wait(*left, for_slot=True)
+            self._wait(*left, *self._room.lends_in(self._share), for_slot=True)
 
     def _wait(self, *longest: float, for_slot: bool) -> None:
         """Wait until something may be due, for so long at the most; with ``for_slot`` until a slot is free, too."""

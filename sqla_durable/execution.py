@@ -174,3 +174,10 @@ def let_go(holder: Holder[Any]) -> None:
         return
     with suppress(DurableError, SQLAlchemyError):
         holder.release()
+
+
+def hand_back(holder: Holder[Any]) -> None:
+    """Hand a claimed run back that was not begun: it is due at once, and no attempt is counted."""
+    holder.left = True
+    with suppress(DurableError, SQLAlchemyError):
+        holder.park(timedelta(0), "a slot", progress=False)

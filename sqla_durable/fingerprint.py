@@ -24,7 +24,7 @@ from sqlalchemy.sql import ClauseElement
 
 from sqla_durable.exc import UsageError
 
-_PLAIN = frozenset({bool, int, float, str})
+_PLAIN = frozenset({bool, int, float})
 
 
 def fingerprint(values: Mapping[str, object], kind: object = None) -> str:
@@ -52,8 +52,6 @@ def of_call(fn: Callable[..., object], args: Iterable[object], kwargs: Mapping[s
 
 
 def _argument(value: object) -> Any:
-    if value is None or type(value) in _PLAIN:
-        return value
     try:
         part = _canonical(value)
         _text(part)
@@ -84,6 +82,8 @@ def _text(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
+    if value is None or type(value) in _PLAIN or (type(value) is str and value.isascii()):
+        return value
     if hasattr(value, "_sa_instance_state"):
         raise TypeError(f"{type(value).__qualname__} is a mapped class")
     if isinstance(value, Enum):

@@ -46,7 +46,7 @@ from sqla_durable.idempotency import idempotency_key
 from sqla_durable.landing import Landed, Landings
 from sqla_durable.lease import Lease
 from sqla_durable.receipt import KEY_LENGTH, Effect, Receipt
-from sqla_durable.rows import arguments
+from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.run import RunT
 from sqla_durable.status import assignments
 from sqla_durable.step import Recorded, Steps, refuse_other_input, refuse_other_kind, replayed
@@ -60,7 +60,7 @@ Given = tuple[Callable[..., object], tuple[object, ...], Mapping[str, object]]
 _log = logging.getLogger("sqla_durable")
 _MOMENT = 0.05
 _REMEMBERED = 100
-_WEIGHTS: Final = {LostLease: 4, Cancelled: 3, TimedOut: 2, DurableError: 1}
+_WEIGHTS: Final[Mapping[type[DurableError], int]] = {LostLease: 4, Cancelled: 3, TimedOut: 2, DurableError: 1}
 _inside: ContextVar[_Body | None] = ContextVar("sqla_durable_step", default=None)
 
 
@@ -501,7 +501,8 @@ class Holder(Generic[RunT]):
         else:
             left: timedelta | None = None if self.store.runs.deadline is None else row.time_left
             late = left is not None and left <= timedelta(0)
-            self.ask_at = None if late else self._from_now(left)
+            if not late:  # else the heartbeat asks when it would have, to land the run
+                self.ask_at = self._from_now(left)
             self.note_stop(reasons(self.store.runs, requested=row.cancel_requested_at is not None, late=late))
         return _weight(self.lost) > _weight(before)
 
@@ -514,7 +515,7 @@ class Holder(Generic[RunT]):
         if self.ended or self._ending or not isinstance(self.lost, TimedOut):
             return False
         statement = fence.time_out(self.store.runs, skip_locked=True)
-        row = connection.execute(statement, self._fenced()).one_or_none()
+        row: AnyRow | None = connection.execute(statement, self._fenced()).one_or_none()
         if row is None:
             return False
         # Not shown on the user's object at once, which the handler's thread may be at.
@@ -575,7 +576,7 @@ class Holder(Generic[RunT]):
             self._end(fence.time_out(self.store.runs), None)
         except TimedOut:
             # The heartbeat has, and has not been answered yet.
-            found = self.store.single(
+            found: AnyRow | None = self.store.single(
                 lambda connection: connection.execute(fence.found(self.store.runs), self._fenced()).one_or_none()
             )
             if found is None or found._mapping[self.store.runs.status] != self.store.runs.lifecycle.timed_out:

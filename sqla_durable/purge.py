@@ -24,9 +24,10 @@ def purge(
     Their receipts go with them by the foreign key. Locked ones are left: somebody may be giving them another life. In
     one statement, at whose end PostgreSQL checks the foreign keys between the tables of a hierarchy.
     """
-    ended = runs.status.in_([runs.constant(status) for status in statuses]), runs.finished_at <= finished_until
+    of_status = runs.status.in_([runs.constant(status) for status in statuses])
+    over = of_status, runs.finished_at <= finished_until, *runs.needless(), *runs.of_class()
     keys = [column.label(name) for column, name in zip(runs.key, runs.key_names, strict=True)]
-    locking = select(*keys).where(*ended, *runs.of_class()).order_by(runs.finished_at).limit(at_most(limit))
+    locking = select(*keys).where(*over).order_by(runs.finished_at).limit(at_most(limit))
     # Not FOR NO KEY UPDATE: rows that are about to refer to one of these must wait.
     target = locking.with_for_update(of=runs.table, skip_locked=True).cte("target").prefix_with("MATERIALIZED")
     purged = _delete(runs, runs.table, target).cte("purged")

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -14,6 +14,7 @@ from sqla_durable.execution import Ending
 from sqla_durable.holder import Holder
 
 _EXACT_BATCHES = 10
+_HELD_UP = 0.1
 
 
 class Wake(Enum):
@@ -30,18 +31,17 @@ class Share:
 
     :param wake: wakes it; may be called from any thread and from a signal handler.
     :param weight: how many works it has, by which slots are shared where there are not enough for both.
-    :param held_up: whether a claim of its may be held up for long after it was made, by code of the user's that blocks
-     the event loop.
     """
 
-    def __init__(self, wake: Callable[[Wake], None], weight: int, *, held_up: bool) -> None:
+    def __init__(self, wake: Callable[[Wake], None], weight: int) -> None:
         self.wake = wake
         self.weight = weight
-        self.held_up = held_up
         self.active: set[Holder[Any]] = set()
         """The runs under way."""
         self.claiming = 0
         """How many slots a claim that is under way may fill."""
+        self.lends_at = math.inf
+        """When these are others' to take, as that claim is held up by code of the user's that blocks the event loop."""
         self.more = False
         """Whether more may be due than it had slots for."""
         self.looked = -1
@@ -51,6 +51,10 @@ class Share:
     def used(self) -> int:
         """How many slots it has taken."""
         return len(self.active) + self.claiming
+
+    def lends(self) -> bool:
+        """Whether others may have the slots of its claim by now."""
+        return time.monotonic() >= self.lends_at
 
 
 class Room:
@@ -106,31 +110,50 @@ class Room:
         with self._lock:
             return self._free(share)
 
-    def reserve(self, share: Share) -> int:
-        """Take the slots that a claim may fill, so that nobody else claims for them; :meth:`enter` settles it."""
+    def reserve(self, share: Share, *, lends: bool) -> int:
+        """Take the slots that a claim may fill, so that nobody else claims for them; :meth:`enter` settles it.
+
+        :param lends: whether others may have them where the claim takes oddly long.
+        """
         with self._lock:
             free = 0 if self.closed else self._free(share)
-            if share.held_up and len(self._shares) > 1 and free > 1:
-                free -= 1  # or a handler that blocks the loop would have others claim nothing meanwhile
             # In tens where there are many, so that there are few different statements to prepare.
             taken = free if free <= _EXACT_BATCHES else free - free % _EXACT_BATCHES
-            if taken and len(self._shares) > 1 and share.used + taken > self._part(share):
-                self._odd = share
-            share.claiming += taken
+            if len(self._shares) > 1:
+                self._borrow(share, taken)
+                if taken and share.used + taken > self._part(share):
+                    self._odd = share
+            share.claiming = taken
+            share.lends_at = time.monotonic() + _HELD_UP if lends else math.inf
             return taken
 
-    def enter(self, share: Share, reserved: int, claimed: Iterable[Holder[Any]]) -> None:
-        """Note what was claimed for the reserved slots, and give the others back."""
+    def enter(self, share: Share, claimed: Sequence[Holder[Any]]) -> Sequence[Holder[Any]]:
+        """Note what was claimed for the reserved slots, and give the others back.
+
+        :return: those of the runs that there are no slots for any more.
+        """
         with self._lock:
-            share.claiming -= reserved
-            share.active.update(claimed)
+            share.claiming = 0
+            share.lends_at = math.inf
+            free = self.size - self._used()
+            share.active.update(claimed[:free])
+            return claimed[free:]
+
+    def lends_in(self, share: Share) -> list[float]:
+        """In how many seconds claims of others will lend it slots, where it has to wait for that."""
+        with self._lock:
+            if self._used() < self.size or share.used >= math.ceil(self._part(share)):
+                return []
+            others = [other.lends_at for other in self._others(share) if other.claiming]
+        now = time.monotonic()
+        return [max(0.0, at - now) for at in others if at < math.inf]
 
     def looked(self, share: Share, *, more: bool) -> None:
         """Note whether more may be due than there were slots for, and wake whom that leaves a slot."""
         with self._lock:
             share.more = more
-            free = len(self._shares) > 1 and self._used() < self.size
-            others = [other for other in self._shares if free and other is not share and other.more]
+            free = self._used() < self.size
+            others = [other for other in self._others(share) if free and other.more]
         for other in others:
             other.wake(Wake.FREED)
 
@@ -148,8 +171,8 @@ class Room:
 
     def tell_others(self, share: Share) -> None:
         """Wake the others that wait for a slot, or for everything to end."""
-        for other in self._shares:
-            if other is not share and (other.more or self.until is not None):
+        for other in self._others(share):
+            if other.more or self.until is not None:
                 other.wake(Wake.FREED)
 
     def settled(self, share: Share, ended: int) -> bool:
@@ -166,13 +189,25 @@ class Room:
         return sum(each.used for each in self._shares)
 
     def _free(self, share: Share) -> int:
-        free = self.size - self._used()
-        if free <= 0 or not any(other.more for other in self._shares if other is not share):
-            return max(0, free)
-        part = self._part(share)
+        free = max(0, self.size - self._used())
+        if len(self._shares) == 1 or (free and not any(other.more for other in self._others(share))):
+            return free
+        lent = 0 if free else sum(other.claiming for other in self._others(share) if other.lends())
         # The slot that does not divide is had in turns.
-        whole = math.floor(part) if self._odd is share else math.ceil(part)
-        return max(0, min(free, whole - share.used))
+        part = math.floor(self._part(share)) if free and self._odd is share else math.ceil(self._part(share))
+        return max(0, min(free + lent, part - share.used))
+
+    def _borrow(self, share: Share, taken: int) -> None:
+        """Take from the claims of others what is not free; they hand back what they have claimed for it."""
+        missing = taken - (self.size - self._used())
+        for other in self._others(share):
+            if missing > 0 and other.lends():
+                borrowed = min(missing, other.claiming)
+                other.claiming -= borrowed
+                missing -= borrowed
+
+    def _others(self, share: Share) -> list[Share]:
+        return [other for other in self._shares if other is not share]
 
     def _part(self, share: Share) -> float:
         return self.size * share.weight / sum(each.weight for each in self._shares)

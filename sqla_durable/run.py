@@ -169,6 +169,10 @@ class RunRows(Rows[RunT]):
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
         return ()
 
+    def needless(self) -> Sequence[ColumnElement[bool]]:
+        """What else must hold for a terminal run to be purged."""
+        return ()
+
     def resumable(self) -> ColumnElement[bool] | None:
         """What must hold for the holder of a run that was reaped to ready to take it back; None where it always may."""
         return None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import is_dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from pydantic import BaseModel
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
@@ -28,6 +26,7 @@ from sqla_durable.signal import SignalRows, signal_name
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 
+_PLAIN: Final = (str, int, float, list, dict, tuple, set, frozenset)
 _PAUSE = 0.02
 _LONGEST_PAUSE = 0.5
 
@@ -180,7 +179,9 @@ class Sending:
 
 
 def _type_of(payload: object, type_: Any) -> Any:
-    """Return how a payload is stored: as is said, or else as what it is; a collection, as plain JSON."""
-    plain = payload is None or isinstance(payload, str | int | float | Iterable)
-    model = isinstance(payload, BaseModel) or is_dataclass(payload)
-    return type(payload) if type_ is Any and (model or not plain) else type_
+    """Return how a payload is stored: as is said, or else as the model, dataclass or single value that it is."""
+    return type(payload) if type_ is Any and (is_dataclass(payload) or not _is_plain(payload)) else type_
+
+
+def _is_plain(payload: object) -> bool:
+    return payload is None or isinstance(payload, _PLAIN)

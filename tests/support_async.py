@@ -16,7 +16,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 
 from sqla_durable import Call, Receipt, Runs
 from sqla_durable.asyncio import AsyncRun, AsyncRuns
-from sqla_durable.asyncio.runs import AsyncStepping
+from sqla_durable.asyncio.stepping import AsyncStepping
 from tests.support import Entry, Plan, PlanStep
 
 Wait = Callable[[Awaitable[Any]], Any]

@@ -25,7 +25,7 @@ from sqla_durable import (
 from sqla_durable.holder import Holder
 from tests.support import Background, eventually
 
-LEASE = timedelta(seconds=2)
+LEASE = timedelta(seconds=5)
 
 
 class LimitsBase(DeclarativeBase):

@@ -768,7 +768,7 @@ def test_an_annotation_known_to_type_checkers_only_is_named_with_the_remedy() ->
 
 @pytest.mark.parametrize("annotation", [Opaque, list[Opaque], Iterator[int]])
 def test_an_annotation_that_pydantic_does_not_know_is_named_with_the_remedy(annotation: Any) -> None:
-    with pytest.raises(UsageError, match=r"step: pydantic has no schema .* return a pydantic model"):
+    with pytest.raises(UsageError, match=r"step: pydantic has no schema .* use a pydantic model"):
         returning(annotation)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +45,7 @@ from tests.support_processes import Program
 from tests.support_statements import statements
 
 SOON = timedelta(milliseconds=300)
+LATER = timedelta(seconds=2)
 
 
 @pytest.fixture
@@ -404,11 +404,9 @@ def test_a_step_that_waits_for_a_lock_until_after_the_deadline_is_not_begun(engi
 
 
 def test_a_run_that_ends_about_its_deadline_ends_on_one_side_of_it(engine: Engine, runs: Runs[Timed]) -> None:
-    chance = random.Random(7)
-    limit = timedelta(milliseconds=12)
-    idents = [add(engine, limit) for _ in range(60)]
-    for ident in idents:
-        runs.execute(ident, lambda run: time.sleep(chance.uniform(0.004, 0.012)))
+    for step in range(60):
+        ident = add(engine, timedelta(milliseconds=2 * 1.1**step))
+        runs.execute(ident, lambda run: time.sleep(0.008))
     with engine.connect() as connection:
         found = connection.execute(select(Timed.__table__)).all()
     for each in found:
@@ -423,7 +421,7 @@ def test_a_run_that_ends_about_its_deadline_ends_on_one_side_of_it(engine: Engin
 
 @pytest.mark.parametrize("seconds", [3600, -3600], ids=["an hour ahead", "an hour behind"])
 def test_a_wrong_clock_of_the_worker_has_no_say(engine: Engine, seconds: int) -> None:
-    brief, long = add(engine, SOON), add(engine, timedelta(minutes=30))
+    brief, long = add(engine, SOON), add(engine, HOUR)
     with Program("wrong_clock", engine.url.render_as_string(hide_password=False), str(seconds)) as program:
         assert program.ask(["carry_out_timed", long]) == [Status.DONE, False]
         assert program.ask(["carry_out_timed", brief]) == [Status.TIMED_OUT, True]
@@ -470,7 +468,7 @@ def test_a_run_without_a_limit_is_never_late(engine: Engine, runs: Runs[Timed]) 
 
 
 def test_a_run_that_waits_in_the_database_uses_none_of_its_time(engine: Engine, runs: Runs[Timed]) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, timedelta(minutes=1))
     with engine.begin() as connection:
         connection.execute(update(Timed).values(created_at=func.now() - HOUR, available_at=func.now() - HOUR))
     assert runs.execute(ident, lambda run: run.step("only", leave, "only")).status is Status.DONE
@@ -546,13 +544,13 @@ def test_a_requeued_run_has_the_whole_time_again(engine: Engine, runs: Runs[Time
 
 
 def test_an_operator_may_move_a_deadline_before_it_passes(engine: Engine, runs: Runs[Timed]) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, LATER)
 
     def carry_out(run: Run[Timed]) -> None:
         first = row(engine, ident).max_duration
         with engine.begin() as connection:
             connection.execute(update(Timed).values(max_duration=HOUR))
-        time.sleep(1.5 * first.total_seconds())
+        time.sleep(1.1 * first.total_seconds())
         run.step("only", leave, "only")
 
     assert runs.execute(ident, carry_out).status is Status.DONE
@@ -599,7 +597,10 @@ def test_a_cancel_request_outweighs_a_deadline(
 
     outcome = runs.execute(ident, carry_out)
     assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.CANCELLED)
-    assert row(engine, ident).status == Status.CANCELLED
+    found = row(engine, ident)
+    assert found.status == Status.CANCELLED
+    assert "TimedOut" not in {entry["type"] for entry in found.failures}
+    assert found.error is None or found.error["type"] != "TimedOut"
     assert effects(engine) == []
 
 
@@ -624,7 +625,7 @@ def test_a_lost_lease_outweighs_a_deadline(engine: Engine, runs: Runs[Timed]) ->
 
 
 def test_a_run_whose_handler_blocks_in_its_thread_is_landed_while_it_blocks(engine: Engine, runs: Runs[Timed]) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, LATER)
     go_on = threading.Event()
     told: list[Any] = []
 
@@ -659,8 +660,28 @@ def test_a_run_whose_handler_sleeps_past_the_deadline_and_returns_has_landed_by_
     assert_timed_out(engine, ident)
 
 
+def test_a_handler_that_notices_by_itself_and_then_blocks_cannot_keep_its_run(
+    engine: Engine, runs: Runs[Timed]
+) -> None:
+    ident = add(engine, LATER)
+
+    def carry_out(run: Run[Timed]) -> None:
+        assert run.holder.ask_at is not None
+        run.holder.ask_at += 1  # the heartbeat is later than the handler
+        runs._verbs.heartbeat._changed.set()
+        wait_for_the_deadline(engine, ident)
+        with suppress(TimedOut):
+            run.renew()
+        assert not run.holder.ended
+        eventually(lambda: run.holder.ended, "the landing")
+
+    outcome = runs.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
+    assert_timed_out(engine, ident)
+
+
 def test_who_is_told_of_a_deadline_that_has_passed_finds_the_run_landed(engine: Engine, runs: Runs[Timed]) -> None:
-    ident = add(engine, SOON)
+    ident = add(engine, LATER)
     run = runs.claim(ident)
     assert run is not None
     holder, seen, told = run.holder, list[Any](), threading.Event()
@@ -677,7 +698,7 @@ def test_who_is_told_of_a_deadline_that_has_passed_finds_the_run_landed(engine: 
 
 
 def test_a_step_under_way_at_the_deadline_may_end_and_is_the_last(engine: Engine, beating: Runs[Beating]) -> None:
-    ident = add(engine, SOON, Beating)
+    ident = add(engine, LATER, Beating)
     beats: list[Any] = []
 
     def long(session: Session) -> str:
@@ -705,7 +726,7 @@ def test_a_step_under_way_at_the_deadline_may_end_and_is_the_last(engine: Engine
 def test_a_run_that_could_not_be_landed_for_a_step_is_landed_at_a_later_heartbeat(
     engine: Engine, beating: Runs[Beating]
 ) -> None:
-    ident = add(engine, SOON, Beating)
+    ident = add(engine, LATER, Beating)
     run = beating.claim(ident)
     assert run is not None
     holder, told = run.holder, list[bool]()
@@ -721,7 +742,7 @@ def test_a_run_that_could_not_be_landed_for_a_step_is_landed_at_a_later_heartbea
 
     outcome = beating._verbs.execute(holder, lambda _: carry_out(), on_lost=lambda: told.append(holder.ended))
     assert told == [False, True]
-    assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.TIMED_OUT)
+    assert (outcome.ending, outcome.status, outcome.exception) == (Ending.LANDED, Status.TIMED_OUT, None)
     assert_timed_out(engine, ident, Beating)
 
 
@@ -737,7 +758,8 @@ def test_a_reaped_run_is_taken_back_and_landed_by_the_heartbeat_of_its_holder(
         beating.heal(ident)
         eventually(lambda: run.holder.ended, "the landing")
 
-    assert beating.execute(ident, carry_out).status is Status.TIMED_OUT
+    outcome = beating.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
     assert_timed_out(engine, ident, Beating)
 
 
@@ -773,11 +795,33 @@ def test_a_run_that_waits_for_its_turn_in_a_batch_until_after_its_deadline_is_no
     waits = add(engine, SOON)
     first, second = runs.claim_due(2)
     assert second.row.id == waits
-    runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    waited = runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    assert waited.status is Status.DONE
     outcome = runs.execute(second, lambda run: run.step("late", leave, "late"))
     assert (outcome.ending, outcome.status) == (Ending.LANDED, Status.TIMED_OUT)
     assert_timed_out(engine, waits)
     assert effects(engine) == []
+
+
+def test_a_batch_of_which_one_waits_with_a_deadline_is_heeded_while_the_heartbeat_sleeps(
+    engine: Engine, runs: Runs[Timed]
+) -> None:
+    add(engine, None)
+    (ahead,) = runs.claim_due(1)
+    end, begun = threading.Event(), threading.Event()
+    other = Background(lambda: runs.execute(ahead, lambda _: begun.set() or end.wait(20)))  # type: ignore[func-returns-value]
+    assert begun.wait(20)
+    sleeping = runs._verbs.heartbeat._changed
+    eventually(lambda: not sleeping.is_set(), "the heartbeat to sleep")
+    time.sleep(0.1)
+    for limit in (None, SOON):
+        add(engine, limit)
+    first, second = runs.claim_due(2)
+    waited = runs.execute(first, lambda _: eventually(lambda: second.holder.ended, "the landing"))
+    assert waited.status is Status.DONE
+    end.set()
+    assert other.result().status is Status.DONE
+    assert_timed_out(engine, second.row.id)
 
 
 def test_a_run_that_another_process_has_claimed_is_landed_in_time_too(engine: Engine, runs: Runs[Timed]) -> None:
@@ -786,7 +830,7 @@ def test_a_run_that_another_process_has_claimed_is_landed_in_time_too(engine: En
     other: Runs[Timed] = Runs(sessionmaker(engine), Timed, TimedStep)
     held = other.hold(run.lease)
     outcome = other.execute(held, lambda run: eventually(lambda: run.holder.ended, "the landing"))
-    assert outcome.status is Status.TIMED_OUT
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
 
 
 def test_a_deadline_that_cannot_be_asked_about_is_asked_about_at_the_next_heartbeat(
@@ -797,7 +841,7 @@ def test_a_deadline_that_cannot_be_asked_about_is_asked_about_at_the_next_heartb
 
     def refuse(connection: Any, *_: Any) -> None:
         asked.append(time.monotonic())
-        if len(asked) == 1:
+        if asked[-1] < asked[0] + 0.2:
             raise RuntimeError("a hook of the user's")
 
     def carry_out(run: Run[Beating]) -> None:
@@ -812,7 +856,8 @@ def test_a_deadline_that_cannot_be_asked_about_is_asked_about_at_the_next_heartb
         return made
 
     store.own_engine = watched  # type: ignore[method-assign]
-    assert beating.execute(ident, carry_out).status is Status.TIMED_OUT
+    outcome = beating.execute(ident, carry_out)
+    assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
     assert 3 <= len(asked) < 10, "it does not ask again and again in between"
 
 

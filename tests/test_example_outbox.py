@@ -212,7 +212,7 @@ def test_a_message_of_a_megabyte_wakes_a_listening_worker_and_arrives_whole(shop
     content = "Grüße, " * 150_000
     working = Worker(shop.runs.handled_by(shop.deliver.deliver), poll=timedelta(hours=1))
     background = Background(working.run)
-    listens = text("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'")
+    listens = text("SELECT count(*) FROM pg_stat_activity WHERE query = 'LISTEN sqla_durable'")
     with shop.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         eventually(lambda: connection.scalar(listens), "a worker that listens")
     with shop.database.new_session.begin() as session:

@@ -420,7 +420,7 @@ def test_a_waiter_whose_database_is_away_says_so_when_its_time_is_up(
     engine: Engine, jobs: Functions[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = started(jobs, **DELAYED)
-    waiter = Background(lambda: jobs.wait(handle, timeout=timedelta(seconds=1)))
+    waiter = Background(lambda: jobs.wait(handle, timeout=timedelta(seconds=5)))
     eventually(waits_for(engine, handle), "a waiter")
     admin = create_engine(engine.url.set(database="postgres"), isolation_level="AUTOCOMMIT")
     name = engine.url.database
@@ -465,8 +465,10 @@ def test_in_two_phases_nothing_is_notified_and_waiters_look(
     mark(jobs, handle)
     with in_two.session_factory.begin() as session:
         assert in_two.request_cancel(session, handle)
+    asked = started(jobs, **DELAYED)
+    mark(jobs, asked)
     with jobs.session_factory(twophase=True) as session, session.begin():
-        assert jobs.request_cancel(session, started(jobs, **DELAYED))
+        assert jobs.request_cancel(session, asked)
     other = started(in_two, **DELAYED)
     waiter = Background(lambda: in_two.result(other))
     mark(jobs, other)

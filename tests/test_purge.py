@@ -16,6 +16,7 @@ from sqla_durable import (
     FunctionRun,
     Functions,
     FunctionStatus,
+    Rate,
     ReceiptMixin,
     RunNotFound,
     RunReferenced,
@@ -281,3 +282,16 @@ def test_a_hierarchy_of_joined_tables_is_purged_whole(empty_url: str) -> None:
     works.execute(3, lambda run: None)
     assert works.purge(NOW) == 2
     engine.dispose()
+
+
+def test_a_run_whose_token_is_not_back_in_the_bucket_is_kept_for_its_rate(jobs: Functions[Job], engine: Engine) -> None:
+    jobs.function("seldom", rate=Rate(1, per=timedelta(hours=1)))(lambda run: None)
+    with jobs.session_factory.begin() as session:
+        handle = jobs.start(session, "seldom")
+    assert jobs.execute(handle).status is FunctionStatus.DONE
+    assert jobs.purge(NOW) == 0
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE job SET paced_at = now()"))
+    assert jobs.purge(NOW) == 1
+    with pytest.raises(RunNotFound):
+        jobs.describe(handle)

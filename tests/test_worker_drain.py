@@ -41,7 +41,8 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
 
 def listeners(engine: Engine) -> int:
-    query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^LISTEN'")
+    listens = "datname = current_database() AND query = 'LISTEN sqla_durable'"
+    query = text(f"SELECT count(*) FROM pg_stat_activity WHERE {listens}")
     with engine.connect() as connection:
         return connection.scalar(query) or 0
 

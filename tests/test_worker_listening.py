@@ -21,7 +21,7 @@ from tests.support_jobs import Brief, BriefStep, add_jobs
 from tests.support_workers import BOTH, plans_by, working
 
 HOUR = timedelta(hours=1)
-LISTENING = "FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^LISTEN'"
+LISTENING = "FROM pg_stat_activity WHERE datname = current_database() AND query = 'LISTEN sqla_durable'"
 
 
 def listeners(engine: Engine) -> int:

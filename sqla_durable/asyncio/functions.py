@@ -12,7 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
-from sqla_durable.asyncio.runs import AsyncSessions, AsyncStepping, carry_out, work_of
+from sqla_durable.asyncio.carrying import carry_out, work_of
+from sqla_durable.asyncio.sessions import AsyncSessions
+from sqla_durable.asyncio.stepping import AsyncStepping
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError

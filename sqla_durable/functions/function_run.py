@@ -9,7 +9,7 @@ from typing_extensions import TypeVar
 from sqla_durable.functions.model import FunctionMixin
 from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
-from sqla_durable.runs import Stepping
+from sqla_durable.stepping import Stepping
 
 RowT = TypeVar("RowT", bound=FunctionMixin, default=Any)
 

@@ -23,8 +23,10 @@ from sqla_durable.functions.verbs import FunctionVerbs
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
-from sqla_durable.runs import SyncSessions, plain, refuse_coroutine, work_of
+from sqla_durable.runs import work_of
 from sqla_durable.signal import SignalMixin
+from sqla_durable.stepping import plain, refuse_coroutine
+from sqla_durable.sync_sessions import SyncSessions
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
@@ -350,7 +352,7 @@ class Functions(Generic[FunctionT]):
         """Return a JSON value, such as a request's, as the input that a function takes: for :meth:`start`.
 
         :param function: the decorated function, or its name.
-        :param value: as :func:`json.loads` returns it.
+        :param value: as ``json.loads`` returns it.
         :raises InputError: where it is not one that the function takes, or it takes none.
         """
         return self._verbs.decode_input(function, value)

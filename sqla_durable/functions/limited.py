@@ -119,7 +119,9 @@ def claim_due(runs: _Rows, limit: int) -> AnySelect:
     """
     chosen = _chosen(runs, limit)
     same = [column == chosen.c[name] for column, name in zip(runs.key, runs.key_names, strict=True)]
-    locking = runs.lock(*same, *claimable(runs), skip_locked=True).add_columns(chosen.c.pace_to)
+    # As one condition, which only a scan by the key answers to.
+    still = and_(*claimable(runs)).is_(true())
+    locking = runs.lock(*same, still, skip_locked=True).add_columns(chosen.c.pace_to)
     return claim_locked(runs, limit, locking, _pacing(runs))
 
 
@@ -283,24 +285,26 @@ def _first(
     level = levels.table_valued(named("level", Integer())).render_derived(name="levels")
     number = cast(level.c.level, SmallInteger)
     priority: Any = runs.priority
-    keys = [column.label(name) for column, name in zip(runs.key, runs.key_names, strict=True)]
-    order = priority.label("priority"), runs.available_at.label("available_at")
-    due = select(*keys, *order, runs.tenant.label("tenant")).where(*ready_and_due(runs), *runs.of_class())
-    # In the order of all columns of the index that is meant, and compared as a whole: compared one by one, that of all
-    # ready runs would do as well for the planner, and those of other functions be read and thrown away.
+    columns = runs.function, runs.tenant, priority, runs.available_at
+    names = *runs.key_names, "function", "tenant", "priority", "available_at"
+    read = [column.label(name) for column, name in zip((*runs.key, *columns), names, strict=True)]
+    due = select(*read).where(*ready_and_due(runs, run_now=True), *runs.of_class())
     if without:
-        ((function, value),) = scope.items()
-        due = due.where(function == value, priority == number, *without)
-        due = due.order_by(function, runs.tenant, priority, runs.available_at)
+        due = due.where(runs.function == scopes.c.name, priority == number, runs.available_at <= clock.now(), *without)
+        due = due.order_by(*columns)
     else:
+        # From one place in the index on, and what is past the scope is dropped afterwards. With equalities the planner
+        # may take another index, and where there are no statistics yet it does: all that others have due is read then.
         index = *scope, priority, runs.available_at
-        values = *scope.values(), number
         earliest = cast(literal_column("'-infinity'"), DateTime(timezone=True))
-        due = due.where(tuple_(*index) >= tuple_(*values, earliest), tuple_(*index) <= tuple_(*values, clock.now()))
-        due = due.order_by(*index)
+        due = due.where(tuple_(*index) >= tuple_(*scope.values(), number, earliest)).order_by(*index)
     found = due.limit(at_most(limit)).lateral()
+    inside = [found.c.function == scopes.c.name, found.c.priority == number, found.c.available_at <= clock.now()]
+    if runs.tenant in scope:
+        inside.append(found.c.tenant == scope[runs.tenant])
+    taken = [column for column in found.c if column.key != "function"]
     of_scope = [scopes.c[name] for name in ("name", "pace", "tokens", "places", "bucket", "own", "every")]
-    return select(*found.c, *of_scope).select_from(scopes).join(level, true()).join(found, true())
+    return select(*taken, *of_scope).select_from(scopes).join(level, true()).join(found, true()).where(*inside)
 
 
 def _text(value: str) -> str:

@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from uuid import UUID, uuid4
 
-from sqlalchemy import ARRAY, Boolean, Column, ColumnElement, String, Uuid, and_, any_, case, false
+from sqlalchemy import ARRAY, Boolean, Column, ColumnElement, String, Uuid, and_, any_, case, false, or_
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, declared_attr, mapped_column
 
-from sqla_durable import wake
+from sqla_durable import clock, wake
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.functions.pacing import PacedMixin
@@ -123,11 +123,14 @@ class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, Priority
         input = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 4)
         output = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 5)
         state = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 6)
-        awaited = mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
 
         @declared_attr  # it is listened to, which no import should do
         def status(cls):  # noqa: N805 - a class method, as SQLAlchemy calls it
             return function_statuses.column(sort_order=_SORT_ORDER + 3)
+
+        @declared_attr  # as above
+        def awaited(cls):  # noqa: N805 - as above
+            return mapped_column(Boolean, nullable=False, server_default=false(), sort_order=_SORT_ORDER + 7)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -174,6 +177,10 @@ class FunctionRows(RunRows[FunctionT]):
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """Only runs of functions that this process knows; with the parameter ``functions``."""
         return (self.function == any_(bound("functions", ARRAY(String()))),)
+
+    def needless(self) -> Sequence[ColumnElement[bool]]:
+        """Only a run whose token is back in its function's bucket: a rate is known by the stamps of the runs."""
+        return (or_(self.paced_at.is_(None), self.paced_at <= clock.now()),)
 
     def resumable(self) -> ColumnElement[bool]:
         """Only a run that was not claimed under a limit: the place of one that was may be another's."""

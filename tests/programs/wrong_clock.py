@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import RetryableError, Run, Runs
 from tests.support_consent import Consent, ConsentStep, Status, consent_statuses
-from tests.support_deadline import Timed, TimedStep
+from tests.support_deadline import HOUR, Timed, TimedStep
 from tests.support_jobs import JobStatus, Patient, PatientStep
 
 _now, _time, _time_ns = dt.datetime, time.time, time.time_ns
@@ -130,11 +130,13 @@ class Worker:
         self.held.release()
 
     def carry_out_timed(self, ident: int) -> list[Any]:
-        """Block for a while; say how the run has ended, and whether it had ended by then."""
+        """Block for a while, or until the run has ended; say how it has ended, and whether it had by then."""
         had_ended: list[bool] = []
 
         def blocks(run: Run[Timed]) -> None:
-            threading.Event().wait(1)
+            for _ in range(40 if run.row.max_duration == HOUR else 400):
+                if not run.holder.ended:
+                    threading.Event().wait(0.05)
             had_ended.append(run.holder.ended)
 
         return [self.timed.execute(ident, blocks).status, *had_ended]

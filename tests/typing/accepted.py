@@ -22,6 +22,7 @@ from sqla_durable import (
     Cancelled,
     ConfigurationError,
     DatabaseUnavailable,
+    DeadlineMixin,
     DurableError,
     Effect,
     Ending,
@@ -31,6 +32,7 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    HasWorks,
     HolderError,
     KeyConflict,
     KeyMixin,
@@ -54,9 +56,11 @@ from sqla_durable import (
     Retry,
     RetryableError,
     Run,
+    RunConditions,
     RunInFlight,
     RunMixin,
     RunNotFound,
+    RunReferenced,
     Runs,
     RunSummary,
     SignalMismatch,
@@ -68,6 +72,7 @@ from sqla_durable import (
     StepReused,
     StepTimeout,
     Suspended,
+    TimedOut,
     TransactionConflict,
     TransactionEnded,
     UndeclaredTransition,
@@ -79,7 +84,7 @@ from sqla_durable import (
     Worker,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
-from sqla_durable.testing import expire, lapse, let_pass, make_due
+from sqla_durable.testing import expire, lapse, let_pass, make_due, overrun
 
 
 class PlanStatus(StrEnum):
@@ -188,6 +193,52 @@ def consents(session: Session, consent: Consent) -> None:
     values = {"title": "approved", "expires_at": func.now() + timedelta(hours=1)}
     assert_type(consent_statuses.transition(session, consent, ConsentStatus.APPROVED, values=values), bool)
     expire(session, Consent, consent)
+
+
+class JobStatus(StrEnum):
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+
+
+job_statuses = StatusMachine(
+    JobStatus,
+    initial=JobStatus.READY,
+    transitions={
+        JobStatus.READY: {JobStatus.RUNNING},
+        JobStatus.RUNNING: {JobStatus.DONE, JobStatus.FAILED, JobStatus.TIMED_OUT, JobStatus.READY},
+    },
+)
+
+
+class Job(DeadlineMixin, RunMixin, Base):
+    __tablename__ = "job"
+    __lifecycle__ = Lifecycle(
+        job_statuses,
+        ready=JobStatus.READY,
+        running=JobStatus.RUNNING,
+        done=JobStatus.DONE,
+        failed=JobStatus.FAILED,
+        timed_out=JobStatus.TIMED_OUT,
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[JobStatus] = job_statuses.column()
+
+
+class JobStep(ReceiptMixin[Job], Base):
+    __tablename__ = "job_step"
+
+
+def deadlines(factory: sessionmaker[Session]) -> None:
+    jobs = Runs(factory, Job, JobStep)
+    with factory.begin() as session:
+        job = jobs.start(session, max_duration=timedelta(hours=1))
+        assert_type(job.max_duration, timedelta | None)
+        job.max_duration = None
+        select(Job).where(Job.max_duration > timedelta(hours=1))
+        overrun(session, Job, job)
 
 
 class DataclassBase(MappedAsDataclass, DeclarativeBase):
@@ -307,6 +358,13 @@ def carry_out(run: Run[Plan]) -> None:
     assert_type(run.operation("nothing", start=start, poll=poll_or_nothing), Payment | None)
     run.renew()
     run.finish(title="done")
+
+
+def many_at_a_time(plans: Runs[Plan], session: Session) -> None:
+    conditions: RunConditions = {"error": "no"}
+    assert_type(plans.requeue_all(limit=5, **conditions), int)
+    assert_type(plans.cancel_all(session, everything=True), int)
+    assert_type(plans.purge(timedelta(30), batch=100), int)
 
 
 def synchronous(plan: Plan, task: Task) -> None:
@@ -513,7 +571,7 @@ class Declared:
 
 
 async def workers_of_both_forms(plans: AsyncRuns[Plan], tasks: Runs[Task]) -> None:
-    declared = Declared(tasks.handled_by(lambda run: None))
+    declared: HasWorks[Work] = Declared(tasks.handled_by(lambda run: None))
     Worker(declared, tasks.handled_by(lambda run: None), concurrency=2)
     worker = AsyncWorker(plans.handled_by(async_carry_out), tasks.handled_by(lambda run: None), declared)
     assert_type(await worker.run_due(timedelta(seconds=50)), Counter[Ending])
@@ -576,6 +634,8 @@ async def asynchronous(plan: Plan) -> None:
     assert_type(await plans.heal(plan.id), bool)
     assert_type(await plans.reap(5), int)
     assert_type(await plans.requeue(plan.id), bool)
+    assert_type(await plans.requeue_all(everything=True), int)
+    assert_type(await plans.purge(timedelta(30)), int)
     async with factory.begin() as session:
         assert_type(await transition(plan_statuses, session, plan, PlanStatus.APPROVED), bool)
         assert_type(await plans.request_cancel(session, plan.id), bool)
@@ -611,9 +671,11 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         RetryableError,
         RunInFlight,
         RunNotFound,
+        RunReferenced,
         StepReused,
         StepTimeout,
         Suspended,
+        TimedOut,
         TransactionConflict,
         TransactionEnded,
         UndeclaredTransition,

@@ -15,6 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from sqla_durable import (
     AttemptsMixin,
     Call,
+    FunctionConditions,
     FunctionHandle,
     FunctionMixin,
     FunctionRun,
@@ -191,7 +192,15 @@ def use(session: Session, order: Order) -> None:
     assert_type(described.cancellable, bool)
     assert_type(described.handle.id, UUID | None)
     assert_type(functions.run_class, type[DurableRun])
-    Worker(*functions.works()).stop()
+    assert_type(functions.counts(tenant="t"), dict[str, dict[FunctionStatus, int]])
+    assert_type(functions.requeue_all(function=fulfil, status=FunctionStatus.FAILED, limit=5), int)
+    assert_type(functions.cancel_all(session, everything=True), int)
+    assert_type(functions.purge(timedelta(30), status=[FunctionStatus.DONE]), int)
+    assert_type(functions.reap(), int)
+    assert_type(described.waiting, bool)
+    conditions: FunctionConditions = {"tenant": "t", "older_than": timedelta(1)}
+    functions.cancel_all(session, **conditions)
+    Worker(functions).stop()
 
 
 async def use_async(session: AsyncSession, order: Order) -> None:
@@ -209,7 +218,12 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.fork(session, handle, from_step=1), FunctionHandle[Shipment])
     assert_type(await async_functions.execute(handle), Outcome)
     assert_type(await async_functions.find(tenant="t"), list[FunctionSummary])
-    AsyncWorker(*async_functions.works()).stop()
+    assert_type(await async_functions.counts(), dict[str, dict[FunctionStatus, int]])
+    assert_type(await async_functions.requeue_all(waiting=False), int)
+    assert_type(await async_functions.cancel_all(session, key="k"), int)
+    assert_type(await async_functions.purge(timedelta(30)), int)
+    assert_type(await async_functions.reap(5), int)
+    AsyncWorker(async_functions, functions).stop()
 
 
 def fails(error: RunFailed) -> list[type[Exception]]:

@@ -57,10 +57,10 @@ def gathers(run: FunctionRun) -> None:
     call(1.5, ask, "x")  # type: ignore[arg-type]
     keyed_call("no key", pay_nothing)  # type: ignore[arg-type]
     keyed_call("too few arguments", pay)  # type: ignore[call-arg]
-    a, _, b = run.gather(call("a", ask, "x"), call("b", ask, "x"))  # type: ignore[misc]
+    _, _, _ = run.gather(call("a", ask, "x"), call("b", ask, "x"))  # type: ignore[misc]
     number: int = run.gather(call("a", ask, "x"))[0]  # type: ignore[assignment]
     run.gather(ask)  # type: ignore[call-overload]
-    print(a, b, number)
+    print(number)
 
 
 def pay_nothing() -> None: ...
@@ -71,6 +71,9 @@ def forks(session: Session, run: FunctionHandle[Shipment]) -> None:
     functions.fork(session, run, from_step=1.5)  # type: ignore[arg-type]
     other: FunctionHandle[int] = functions.fork(session, run, from_step="a")  # type: ignore[arg-type]
     functions.function("policy", on_mismatch="park")  # type: ignore[arg-type]
+    functions.requeue_all(unknown=1)  # type: ignore[call-arg]
+    functions.cancel_all(session, tenant=1)  # type: ignore[arg-type]
+    functions.purge(30)  # type: ignore[arg-type]
     print(other)
 
 
