@@ -1,7 +1,7 @@
 """The fingerprint of a payload: a hash that is the same for equal values in every process.
 
 The values are written as canonical JSON first: keys sorted, sets sorted, instants in UTC, decimals without trailing
-zeros, bytes in base64.
+zeros, bytes in base64. Fields of a model or dataclass that have their default are left out, so that one may be added.
 """
 
 from __future__ import annotations
@@ -89,10 +89,16 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, Enum):
         return _canonical(value.value)
     if isinstance(value, BaseModel):
-        return _canonical(value.model_dump())
+        return _canonical(value.model_dump(exclude_defaults=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _canonical(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {field.name: _canonical(part) for field, part in given.items() if not _is_default(field, part)}
     return _container(value)
+
+
+def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
+    default: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return default is not dataclasses.MISSING and type(default) is type(value) and bool(default == value)
 
 
 def _container(value: Any) -> Any:

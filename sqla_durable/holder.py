@@ -134,6 +134,7 @@ class Holder(Generic[RunT]):
         self.changes: Changes | None = None
         """What is done where code and receipts are at odds; None where neither is looked at for it."""
         self._mismatch: ReceiptMismatch | None = None
+        self._stumbled = False
         self._ending = False
         self._reached: set[str] = set()
         self._used: set[str] = set()
@@ -366,8 +367,12 @@ class Holder(Generic[RunT]):
     # changed code
 
     def fingerprint(self, given: Given | None) -> str | None:
-        """Return the fingerprint of what a step is called with, where it is to be recorded."""
-        return None if self.changes is None or given is None else of_call(*given)
+        """Return the fingerprint of what a step is called with, where it is to be recorded.
+
+        Not of a step that follows one which has raised in this execution: a failure is not final, and where it does not
+        come again the body takes another way, though its code is what it was.
+        """
+        return None if self.changes is None or given is None or self._stumbled else of_call(*given)
 
     def answer(self, name: str) -> Receipt | None:
         """Return the receipt that a step is answered from, if it has one.
@@ -396,8 +401,9 @@ class Holder(Generic[RunT]):
     def compare(self, known: Receipt, effect: Effect, given: Given | None) -> None:
         """Refuse a receipt of another kind of step, or one that was recorded for another input."""
         refuse_other_kind(known, effect)
-        if known.input_fingerprint is not None and self.changes is not None and not self.changes.keeps:
-            refuse_other_input(known, self.fingerprint(given))
+        if known.input_fingerprint is None or self.changes is None or self.changes.keeps or given is None:
+            return
+        refuse_other_input(known, of_call(*given))
 
     def refuse_unreached(self) -> None:
         """Refuse to land a run whose body has returned without reaching a step that has a receipt.
@@ -408,7 +414,11 @@ class Holder(Generic[RunT]):
             return
         if self._mismatch is not None:
             raise self._mismatch
-        unreached = [receipt.step for receipt in self.known() if receipt.step not in self._reached]
+        unreached = [
+            receipt.step
+            for receipt in self.known()
+            if receipt.input_fingerprint is not None and receipt.step not in self._reached
+        ]
         if unreached and not self.changes.keeps:
             steps = ", ".join(map(repr, unreached))
             self.mismatched(
@@ -434,6 +444,7 @@ class Holder(Generic[RunT]):
         try:
             yield
         except Exception as error:
+            self._stumbled = True
             self.decide(name, error)
             if isinstance(error, DurableError):
                 self.note(error)

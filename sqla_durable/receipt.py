@@ -245,6 +245,12 @@ class ReceiptRows(OwnedRows):
         return and_(self.in_outcome(StepOutcome.FAILED), not_(self.is_operation))
 
     @property
+    def is_forgotten(self) -> ColumnElement[bool]:
+        """The condition that a requeue removes a receipt: of a failure, or of a wait, which begins anew."""
+        waits = self.effect == literal(Effect.SIGNAL.value, String)
+        return or_(self.may_be_done_again, and_(self.in_outcome(StepOutcome.PENDING), waits))
+
+    @property
     def may_be_overwritten(self) -> ColumnElement[bool]:
         """The condition that a receipt is not final: it may be done again, or says that a run waits."""
         return or_(self.may_be_done_again, and_(self.in_outcome(StepOutcome.PENDING), self.is_waiting))
@@ -326,13 +332,13 @@ def one(receipts: ReceiptRows) -> AnySelect:
 
 
 def forget_failed(receipts: ReceiptRows) -> Delete:
-    """Remove the failed receipts of a run that is given another life; those of operations stay."""
-    return delete(receipts.table).where(*receipts.of_run(), receipts.may_be_done_again)
+    """Remove the failed receipts of a run that is given another life, and those of waits; those of operations stay."""
+    return delete(receipts.table).where(*receipts.of_run(), receipts.is_forgotten)
 
 
 def forget_failed_of(receipts: ReceiptRows, identities: Sequence[Ident]) -> Delete:
     """Do the same with some runs."""
-    return delete(receipts.table).where(among(receipts.run_key, identities), receipts.may_be_done_again)
+    return delete(receipts.table).where(among(receipts.run_key, identities), receipts.is_forgotten)
 
 
 def receipt_of(row: Sequence[Any]) -> Receipt:

@@ -11,10 +11,12 @@ from uuid import UUID, uuid4
 from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from sqla_durable import Lifecycle, ReceiptMixin, Retry, Run, RunMixin, Runs, SignalMixin, WaitMixin
+from sqla_durable import Lifecycle, ReceiptMixin, Retry, Run, RunMixin, Runs, SignalMixin, StatusMachine, WaitMixin
 from tests.support import Background, PlanStatus, blocked_backends, plan_statuses, wait_until_blocked
 
 ValueOf = Callable[[], Any]
+# Its own, as a key alone names a run of a machine that one class uses only.
+order_statuses = StatusMachine(PlanStatus, initial=PlanStatus.PENDING, transitions=plan_statuses.transitions)
 
 
 class OrderBase(DeclarativeBase):
@@ -24,7 +26,7 @@ class OrderBase(DeclarativeBase):
 class Order(WaitMixin, RunMixin, OrderBase):
     __tablename__ = "order"
     __lifecycle__ = Lifecycle(
-        plan_statuses,
+        order_statuses,
         ready=PlanStatus.APPROVED,
         running=PlanStatus.EXECUTING,
         done=PlanStatus.EXECUTED,
@@ -37,7 +39,7 @@ class Order(WaitMixin, RunMixin, OrderBase):
     )
 
     id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
-    status: Mapped[PlanStatus] = plan_statuses.column()
+    status: Mapped[PlanStatus] = order_statuses.column()
     note: Mapped[str | None]
 
 

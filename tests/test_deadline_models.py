@@ -246,7 +246,7 @@ def test_every_landing_of_every_model_heeds_the_deadline(bench: Bench) -> None:
 
 
 def test_every_model_is_landed_by_its_heartbeat(bench: Bench) -> None:
-    run = bench.claimed(timedelta(milliseconds=200))
+    run = bench.claimed(timedelta(seconds=1))
     outcome = bench.runs.execute(run, lambda run: eventually(lambda: run.holder.ended, "the landing"))
     assert (outcome.status, outcome.exception) == (Status.TIMED_OUT, None)
     assert bench.ended(run) == TIMED_OUT

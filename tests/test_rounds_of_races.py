@@ -114,8 +114,11 @@ def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
 
     until = time.monotonic() + seconds
 
+    def on() -> bool:
+        return time.monotonic() < until or len(claimed) <= len(idents)
+
     def claimer() -> None:
-        while time.monotonic() < until:
+        while on():
             runs = plans.claim_due(30)
             with guard:
                 for run in runs:
@@ -126,7 +129,7 @@ def test_reapers_and_batch_claimers_over_the_same_rows_never_deadlock(
                 let_all_lapse(connection)
 
     def reaper() -> None:
-        while time.monotonic() < until:
+        while on():
             plans.reap(40)
 
     for worker in [Background(call) for call in (claimer, claimer, reaper, reaper)]:

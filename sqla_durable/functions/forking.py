@@ -82,9 +82,9 @@ class Fork:
             row = self._connection.execute(statement, parameters).one_or_none()
             if row is not None:
                 return row
-            self._refuse(source, steps)
             if key is not None and (found := self._find(source, key, payload)) is not None:
                 return found
+            self._refuse(source, steps)
         if key is None:
             raise TransactionConflict(f"the run {source} changed again and again while it was forked; do it again.")
         raise KeyConflict(
@@ -107,7 +107,7 @@ class Fork:
         source = select(*own.values()).where(runs.matches(), exists(select(start.c.step)), not_(unended))
         inserting = insert(runs.table).from_select(list(own), source, include_defaults=False)
         if on_conflict:
-            inserting = inserting.on_conflict_do_nothing()
+            inserting = inserting.on_conflict_do_nothing(**runs.key_index())
         fork = inserting.returning(runs.id, runs.function, runs.tenant, *self._notices).cte("fork")
         copied = self._copied(fork, start, kept)
         copying = insert(receipts.table).from_select(list(copied[0]), copied[1], include_defaults=False)
@@ -189,7 +189,9 @@ class Fork:
         if runs.idempotency_key is None or runs.key_fingerprint is None:
             return None
         origin = select(runs.function, runs.tenant).where(runs.matches())
-        scope = self._connection.execute(origin, runs.parameters((source,))).one()
+        scope = self._connection.execute(origin, runs.parameters((source,))).one_or_none()
+        if scope is None:
+            return None
         conditions = runs.function == scope[0], same(runs.tenant, scope[1]), runs.idempotency_key == key
         wanted = select(runs.id, runs.function, runs.tenant, runs.key_fingerprint).where(*conditions)
         row = self._connection.execute(wanted).one_or_none()

@@ -178,6 +178,11 @@ class FunctionRows(RunRows[FunctionT]):
         """Only runs of functions that this process knows; with the parameter ``functions``."""
         return (self.function == any_(bound("functions", ARRAY(String()))),)
 
+    def key_index(self) -> dict[str, Any]:
+        """What ``ON CONFLICT`` is told of the index of the keys: no other unique index of the table is meant."""
+        key = self.column("idempotency_key")
+        return {"index_elements": [*self.key_scope, key], "index_where": key.is_not(None)}
+
     def needless(self) -> Sequence[ColumnElement[bool]]:
         """Only a run whose token is back in its function's bucket: a rate is known by the stamps of the runs."""
         return (or_(self.paced_at.is_(None), self.paced_at <= clock.now()),)

@@ -77,7 +77,10 @@ class StartMany:
         shared = {columns[name]: value for name, value in rows[0].items() if isinstance(value, ClauseElement)}
         own = {name: column.key for name, column in columns.items() if column not in shared}
         values = [{key: row[name] for name, key in own.items()} for row in rows]
-        statement = insert(runs.table).values(shared).on_conflict_do_nothing().returning(runs.id, *self._notices)
+        inserting = insert(runs.table).values(shared)
+        if "idempotency_key" in columns:
+            inserting = inserting.on_conflict_do_nothing(**runs.key_index())
+        statement = inserting.returning(runs.id, *self._notices)
         return {row[0] for row in self._connection.execute(statement, values)}
 
     def _find(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[UUID, str | None]]:

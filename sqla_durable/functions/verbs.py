@@ -134,7 +134,7 @@ class FunctionVerbs(Verbs[FunctionT]):
             own["max_attempts"] = UNLIMITED if retry.max_attempts is None else retry.max_attempts
         if twice := sorted({*own, "max_attempts"}.intersection(values)):
             raise UsageError(f"start({twice[0]}=...) is said by the function itself; leave it out.")
-        return own | {name: value for name, value in values.items() if value is not None}
+        return own | _given(values)
 
     def decode_input(self, function: AnyBody | str, value: object) -> Any:
         """See :meth:`.Functions.decode_input`."""
@@ -159,7 +159,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         """See :meth:`.Functions.fork`."""
         if twice := sorted({"function", "input", "tenant", "max_attempts"}.intersection(values)):
             raise UsageError(f"fork({twice[0]}=...) is that of the run that is forked; leave it out.")
-        given = {name: value for name, value in values.items() if value is not None}
+        given = _given(values)
         step = stored_key(from_step)
         session = unproxied(session)
         session.flush()
@@ -181,9 +181,19 @@ class FunctionVerbs(Verbs[FunctionT]):
             holder.retry = definition.retry
         holder.changes = definition.changes
         try:
-            return definition, definition.arguments(row.input)
+            return definition, definition.arguments(self._input(holder, row))
         except RunInputMismatch as error:
             holder.mismatched(error)
+
+    def _input(self, holder: Holder[FunctionT], row: FunctionT) -> Any:
+        """Return the input of a run, as this library parses JSON: the user's engine may do that its own way."""
+        dialect: Any = self.store.engine.dialect
+        if dialect._json_deserializer is None:  # noqa: SLF001 - what create_engine(json_deserializer=) was given
+            return row.input
+        statement = select(sql_cast(self.rows.input, Text)).where(self.runs.matches())
+        parameters = self.runs.parameters(holder.lease.identity)
+        text: str | None = self.store.single(lambda connection: connection.scalar(statement, parameters))
+        return parsed(text)
 
     def returned(self, holder: Holder[FunctionT], definition: Definition, result: object) -> None:
         """Take what a body has returned as the result of the whole run, to be written by its landing.
@@ -343,3 +353,8 @@ class FunctionVerbs(Verbs[FunctionT]):
             waits = and_(runs.in_status(runs.lifecycle.ready), runs.available_at > clock.now())
             found.append(waits if waiting else not_(waits))
         return found
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that a caller has given; None is the default of its column, as in a flush."""
+    return {name: value for name, value in values.items() if value is not None}
