@@ -147,8 +147,10 @@ class Room:
 
     def looked(self, share: Share, *, more: bool) -> None:
         """Note whether more may be due than there were slots for, and wake whom that leaves a slot."""
+        share.more = more
+        if len(self._shares) == 1:
+            return
         with self._lock:
-            share.more = more
             free = self._used() < self.size
             others = [other for other in self._others(share) if free and other.more]
         for other in others:
@@ -186,6 +188,8 @@ class Room:
         return sum(each.used for each in self._shares)
 
     def _free(self, share: Share) -> int:
+        if len(self._shares) == 1:
+            return self.size - share.used
         free = max(0, self.size - self._used())
         # What waits for a blocked event loop needs no slot yet.
         wanted = any(other.more and not other.lends() for other in self._others(share))
