@@ -289,7 +289,7 @@ class Dispatcher:
             left = [] if end is None else [end - time.monotonic()]
             if left and left[0] <= 0:
                 return
-            self._wait(*left, *self._room.lends_in(self._share), for_slot=True)
+            self._wait(*left, *self._room.looks_again_in(self._share), for_slot=True)
 
     def _wait(self, *longest: float, for_slot: bool) -> None:
         """Wait until something may be due, for so long at the most; with ``for_slot`` until a slot is free, too."""

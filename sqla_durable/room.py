@@ -139,19 +139,18 @@ class Room:
             share.active.update(claimed[:free])
             return claimed[free:]
 
-    def lends_in(self, share: Share) -> list[float]:
-        """In how many seconds claims of others will lend it slots, where it has to wait for that."""
-        with self._lock:
-            if self._used() < self.size or share.used >= math.ceil(self._part(share)):
-                return []
-            others = [other.lends_at for other in self._others(share) if other.claiming]
+    def looks_again_in(self, share: Share) -> list[float]:
+        """In how many seconds to see whether a claim of another's lends it slots, where one is under way that may."""
+        instants = [other.lends_at for other in self._others(share) if other.lends_at < math.inf]
         now = time.monotonic()
-        return [max(0.0, at - now) for at in others if at < math.inf]
+        return [at - now if at > now else _HELD_UP for at in instants]
 
     def looked(self, share: Share, *, more: bool) -> None:
         """Note whether more may be due than there were slots for, and wake whom that leaves a slot."""
+        share.more = more
+        if len(self._shares) == 1:
+            return
         with self._lock:
-            share.more = more
             free = self._used() < self.size
             others = [other for other in self._others(share) if free and other.more]
         for other in others:
@@ -189,8 +188,12 @@ class Room:
         return sum(each.used for each in self._shares)
 
     def _free(self, share: Share) -> int:
+        if len(self._shares) == 1:
+            return self.size - share.used
         free = max(0, self.size - self._used())
-        if len(self._shares) == 1 or (free and not any(other.more for other in self._others(share))):
+        # What waits for a blocked event loop needs no slot yet.
+        wanted = any(other.more and not other.lends() for other in self._others(share))
+        if free and not wanted:
             return free
         lent = 0 if free else sum(other.claiming for other in self._others(share) if other.lends())
         # The slot that does not divide is had in turns.

@@ -621,7 +621,7 @@ def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
         for ident in others:
             eventually(lambda ident=ident: column(engine, ident, "status") is PlanStatus.EXECUTED, "the others")
         room = worker._room
-        assert room.endings == Counter({Ending.LANDED: 4})
+        eventually(lambda: room.endings == Counter({Ending.LANDED: 4}), "the count")
         # Handlers of other tests may end meanwhile, and be warned of.
         told_of = [record for record in caplog.records if record.getMessage().endswith("its slot is given up")]
         assert [str(blocked) in record.getMessage() for record in told_of] == [True]
@@ -631,9 +631,9 @@ def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
         eventually(lambda: "has returned, long after" in caplog.text, "the end of the thread")
     more = approved_plan(session_factory)
     eventually(lambda: column(engine, more, "status") is PlanStatus.EXECUTED, "one more")
-    assert room.endings == Counter({Ending.LANDED: 5}), "it is counted once"
     worker.stop()
     background.result()
+    assert room.endings == Counter({Ending.LANDED: 5}), "it is counted once"
     assert column(engine, blocked, "status") is PlanStatus.FAILED
     assert len(threads) == 1
     eventually(lambda: not slots(), "every thread to end")
@@ -659,7 +659,7 @@ def test_handlers_that_are_blocked_past_their_deadline_hold_no_slot(engine: Engi
     ident = add(engine, None)
     eventually(lambda: row(engine, ident).status is Status.DONE, "the run behind them")
     assert {row(engine, each).status for each in blocked} == {Status.TIMED_OUT}
-    assert worker._room.endings == Counter({Ending.LANDED: 4})
+    eventually(lambda: worker._room.endings == Counter({Ending.LANDED: 4}), "the count")
     worker.stop()
     background.result()
     go.set()
