@@ -445,3 +445,20 @@ def test_it_stands_on_a_dataclass_base_in_a_schema_of_its_own(engine: Engine) ->
         many = functions.start_many(session, double, [3, 4])
     work(functions)
     assert [functions.result(handle) for handle in (one, *many)] == [4, 6, 8]
+
+
+def test_a_decorator_without_a_name_says_what_to_write(functions: Functions[DurableRun]) -> None:
+    with pytest.raises(ConfigurationError, match=r'@functions.function\("fulfil-order"\)'):
+        functions.function(lambda run: None)
+
+
+def test_a_timeout_that_is_a_number_is_refused(functions: Functions[DurableRun]) -> None:
+    handle = started(functions, "fulfil", Order(id=1))
+    with pytest.raises(UsageError, match="timedelta"):
+        functions.result(handle, timeout=10)
+
+
+def test_a_text_in_place_of_a_handle_is_refused(functions: Functions[DurableRun]) -> None:
+    for verb in (functions.describe, functions.result, functions.requeue, functions.execute):
+        with pytest.raises(UsageError, match="UUID"):
+            verb("c3f0")

@@ -19,7 +19,7 @@ from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry, refuse_name
 from sqla_durable.functions.functions import NO_INPUT, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
@@ -104,6 +104,7 @@ class AsyncFunctions(Generic[FunctionT]):
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
     ]:
         """Declare a coroutine function. See :meth:`.Functions.function`."""
+        refuse_name(name)
 
         def register(
             body: Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],

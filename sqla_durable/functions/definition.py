@@ -122,7 +122,7 @@ class Registry:
 
         :raises ConfigurationError: where the name is taken, or the declaration cannot work.
         """
-        _refuse_name(name)
+        refuse_name(name)
         if name in self._by_name:
             raise ConfigurationError(
                 f"there is a function {name!r} already, {self._by_name[name].body!r}; give {body!r} another name."
@@ -202,7 +202,8 @@ def _former(aliases: Aliases) -> dict[str, tuple[str, ...]]:
     return former
 
 
-def _refuse_name(name: object) -> None:
+def refuse_name(name: object) -> None:
+    """Refuse what is no name of a function; what decorates without a name, for one."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
         raise ConfigurationError(
             f"function name {name!r}: a str of 1 to {NAME_LENGTH} printable characters, as in "

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
-from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry
+from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry, refuse_name
 from sqla_durable.functions.function_run import FunctionRun
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
@@ -111,6 +111,7 @@ class Functions(Generic[FunctionT]):
         :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
          share a receipt.
         """
+        refuse_name(name)
 
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],

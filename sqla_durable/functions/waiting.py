@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import UUID
 
 from sqlalchemy import ColumnElement, Connection, Text, false, func, not_, or_, select, true
@@ -62,6 +62,8 @@ class Waiting:
         :raises RunNotLanded: where it has not within the time.
         :raises RetryableError: where the database is away at the beginning, or when the time is up.
         """
+        if timeout is not None and not isinstance(cast(object, timeout), timedelta):
+            raise UsageError(f"timeout={timeout!r}: a duration is a timedelta, as in timedelta(seconds=30).")
         end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         row = self._store.single(lambda connection: self.ending(connection, handle))
         if self.has_landed(row):
@@ -162,6 +164,8 @@ class _Look:
 
 def known_id(handle: AnyHandle) -> UUID | None:
     """Return the primary key that a handle stands for, if it says."""
+    if not isinstance(cast(object, handle), FunctionHandle | UUID):
+        raise UsageError(f"{handle!r} stands for no run; pass a FunctionHandle, or the UUID that is its id.")
     return handle if isinstance(handle, UUID) else handle.id
 
 
