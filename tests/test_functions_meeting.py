@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import BaseModel
 from sqlalchemy import Engine, String, create_engine
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
 from sqla_durable import (
     Ending,
@@ -257,3 +258,60 @@ def test_a_fork_answers_to_its_key_whatever_becomes_of_its_source(functions: Fun
     assert functions.requeue(source)  # which forgets the failed receipt
     with functions.session_factory.begin() as session:
         assert functions.fork(session, source, from_step="s", key="k") == fork
+
+
+class DataBase(MappedAsDataclass, DeclarativeBase):
+    pass
+
+
+class Versioned(FunctionMixin, OwnBase):
+    __tablename__ = "versioned"
+    version: Mapped[int] = mapped_column()
+    __mapper_args__: ClassVar[dict[str, Any]] = {"version_id_col": version}
+
+
+class VersionedStep(ReceiptMixin[Versioned], OwnBase):
+    __tablename__ = "versioned_step"
+
+
+class Parent(FunctionMixin, OwnBase):
+    __tablename__ = "parent"
+    kind: Mapped[str]
+    __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_on": "kind", "polymorphic_identity": "parent"}
+
+
+class ParentStep(ReceiptMixin[Parent], OwnBase):
+    __tablename__ = "parent_step"
+
+
+class Child(Parent):
+    __mapper_args__: ClassVar[dict[str, Any]] = {"polymorphic_identity": "child"}
+
+
+class Listed(FunctionMixin, DataBase):
+    __tablename__ = "listed"
+    tags: Mapped[list[str]] = mapped_column(JSONB, default_factory=list)
+
+
+class ListedStep(ReceiptMixin[Listed], DataBase):
+    __tablename__ = "listed_step"
+
+
+@pytest.mark.parametrize(
+    ("run", "step"), [(Versioned, VersionedStep), (Parent, ParentStep), (Child, ParentStep), (Listed, ListedStep)]
+)
+def test_start_many_inserts_what_start_does(engine: Engine, run: Any, step: Any) -> None:
+    for base in (OwnBase, DataBase):
+        base.metadata.create_all(engine)
+    functions: Functions[Any] = Functions(sessionmaker(engine), run, step)
+    functions.function("f")(lambda run, number: number)
+    one = started(functions, "f", 1)
+    with functions.session_factory.begin() as session:
+        [other] = functions.start_many(session, "f", [1])
+    for handle in (one, other):
+        functions.execute(handle)
+        assert functions.result(handle) == 1
+    with functions.session_factory() as session:
+        rows = [session.get_one(run, handle.id) for handle in (one, other)]
+        own = [{name: vars(row).get(name) for name in ("kind", "version", "tags")} for row in rows]
+    assert own[0] == own[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID, uuid4
@@ -63,12 +64,25 @@ class StartMany:
     def _row(self, values: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         refuse(self._runs, key, values)
         when = scheduling(self._runs)
-        row = scheduled(values, when)
-        row["id"] = uuid4()
+        row = {**self._first_values(), **scheduled(values, when), "id": uuid4()}
         if key is not None:
             payload = {name: value for name, value in values.items() if name not in when}
             row |= {"idempotency_key": key, "key_fingerprint": fingerprint(payload)}
         return row
+
+    def _first_values(self) -> dict[str, Any]:
+        """What a flush would insert besides: the discriminator, a first version, and defaults of a dataclass."""
+        mapper: Any = self._runs.mapper
+        attributes = self._runs.attributes()
+        first: dict[str, Any] = {}
+        if mapper.polymorphic_identity is not None and mapper.polymorphic_on in attributes:
+            first[attributes[mapper.polymorphic_on]] = mapper.polymorphic_identity
+        if mapper.version_id_col is not None and mapper.version_id_generator:
+            first[attributes[mapper.version_id_col]] = mapper.version_id_generator(None)
+        for field in dataclasses.fields(mapper.class_) if dataclasses.is_dataclass(mapper.class_) else ():
+            if field.default_factory is not dataclasses.MISSING and field.name in attributes.values():
+                first[field.name] = field.default_factory()
+        return first
 
     def _insert(self, rows: Sequence[Mapping[str, Any]]) -> set[UUID]:
         runs = self._runs
