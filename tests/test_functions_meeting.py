@@ -25,6 +25,7 @@ from sqla_durable import (
     ReceiptMixin,
     RunFailed,
     SignalTimeout,
+    Worker,
 )
 from sqla_durable.testing import let_pass
 from tests.support_functions import DurableRun, DurableSignal, DurableStep, tables
@@ -315,3 +316,20 @@ def test_start_many_inserts_what_start_does(engine: Engine, run: Any, step: Any)
         rows = [session.get_one(run, handle.id) for handle in (one, other)]
         own = [{name: vars(row).get(name) for name in ("kind", "version", "tags")} for row in rows]
     assert own[0] == own[1]
+
+
+class Odd(FunctionMixin, OwnBase):
+    __tablename__ = 'Durable%Run\'s "own"'
+
+
+class OddStep(ReceiptMixin[Odd], OwnBase):
+    __tablename__ = "odd%step"
+
+
+def test_limits_hold_on_a_table_of_an_odd_name(engine: Engine) -> None:
+    OwnBase.metadata.create_all(engine)
+    functions: Functions[Odd] = Functions(sessionmaker(engine), Odd, OddStep)
+    functions.function("f", concurrency=1)(lambda run: "done")
+    handle = started(functions, "f")
+    Worker(functions).run_due(timedelta(seconds=10))
+    assert functions.result(handle) == "done"

@@ -147,4 +147,4 @@ class FunctionClaims(Claims[FunctionT]):
     def _turn(self) -> Any:
         store = self.store
         schema = store.schema_translate_map.get(self.runs.table.schema, self.runs.table.schema)
-        return limited.turn(self._rows, store.engine.dialect, schema)
+        return limited.turn(self._rows, schema)

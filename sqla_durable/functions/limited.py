@@ -20,7 +20,6 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     DateTime,
-    Dialect,
     Float,
     Integer,
     Interval,
@@ -42,6 +41,7 @@ from sqlalchemy import (
 )
 from sqlalchemy import column as named
 from sqlalchemy.dialects.postgresql import REGCLASS
+from sqlalchemy.dialects.postgresql.base import PGDialect
 
 from sqla_durable import clock
 from sqla_durable.claim import claim_locked, claimable, ready_and_due, stamps
@@ -83,12 +83,14 @@ def terms(limits: Mapping[str, Limits], per_tenant: int | None) -> dict[str, Any
     )
 
 
-def turn(runs: _Rows, dialect: Dialect, schema: str | None) -> AnySelect:
+def turn(runs: _Rows, schema: str | None) -> AnySelect:
     """Wait for the turn of this transaction to claim under limits; a process that hangs in its turn loses it.
 
     :param schema: the one that the table is in, if it names any.
     """
-    quote: Any = dialect.identifier_preparer.quote
+    # Not the engine's, which doubles a percent sign for the driver, as is done again to a literal.
+    make: Any = PGDialect
+    quote: Any = make(paramstyle="named").identifier_preparer.quote
     name = quote(runs.table.name) if schema is None else f"{quote(schema)}.{quote(runs.table.name)}"
     # By its oid: another process may spell the name of the same table in another way.
     table = cast(cast(literal_column(_text(name)), REGCLASS), Integer)
