@@ -462,3 +462,19 @@ def test_a_text_in_place_of_a_handle_is_refused(functions: Functions[DurableRun]
     for verb in (functions.describe, functions.result, functions.requeue, functions.execute):
         with pytest.raises(UsageError, match="UUID"):
             verb("c3f0")
+
+
+def test_a_body_has_one_name(functions: Functions[DurableRun]) -> None:
+    body = next(iter(functions._registry)).body
+    with pytest.raises(ConfigurationError, match="'fulfil' already"):
+        functions.function("other")(body)
+
+
+@dataclass
+class Unhashable:
+    def __call__(self, run: FunctionRun) -> None: ...
+
+
+def test_a_body_that_could_not_be_recognised_is_refused(functions: Functions[DurableRun]) -> None:
+    with pytest.raises(ConfigurationError, match="hash"):
+        functions.function("odd")(Unhashable())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -126,6 +126,12 @@ class Registry:
         if name in self._by_name:
             raise ConfigurationError(
                 f"there is a function {name!r} already, {self._by_name[name].body!r}; give {body!r} another name."
+            )
+        if not isinstance(body, Hashable):
+            raise ConfigurationError(f"function {name!r}: {body!r} has no hash, so it cannot be recognised; wrap it.")
+        if (other := self._by_body.get(body)) is not None:
+            raise ConfigurationError(
+                f"function {name!r}: {body!r} is declared as {other.name!r} already; a function has one name."
             )
         if max_duration is not None and max_duration <= timedelta(0):
             raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
