@@ -127,7 +127,7 @@ class Registry:
             raise ConfigurationError(
                 f"there is a function {name!r} already, {self._by_name[name].body!r}; give {body!r} another name."
             )
-        if not isinstance(body, Hashable):
+        if not isinstance(cast(object, body), Hashable):
             raise ConfigurationError(f"function {name!r}: {body!r} has no hash, so it cannot be recognised; wrap it.")
         if (other := self._by_body.get(body)) is not None:
             raise ConfigurationError(
