@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Integer
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
-from sqla_durable.exc import ConfigurationError
+from sqla_durable.beside import require_type, root_rows
 from sqla_durable.mapping import add_check, when_mapped
-from sqla_durable.rows import Rows
-from sqla_durable.status import TransitionHook
 
 UNLIMITED: Final = 2**31 - 1
 _SORT_ORDER: Final = 1050
@@ -34,24 +32,8 @@ class AttemptsMixin:
 
 
 def _configure(mapper: Mapper[Any]) -> None:
-    cls: type[Any] = mapper.class_
-    if not issubclass(cls, TransitionHook):
-        raise ConfigurationError(
-            f"{cls.__name__} has AttemptsMixin without RunMixin; declare it as class {cls.__name__}(AttemptsMixin, "
-            "RunMixin, ...)."
-        )
-    if mapper.inherits is not None:
-        if not issubclass(mapper.inherits.class_, AttemptsMixin):
-            raise ConfigurationError(
-                f"{cls.__name__}: AttemptsMixin goes on the class that owns the root table, here "
-                f"{mapper.base_mapper.class_.__name__}, not on one that inherits from it."
-            )
+    if (rows := root_rows(mapper, AttemptsMixin)) is None:
         return
-    rows: Rows[Any] = Rows(cls)
     limit = rows.column("max_attempts")
-    if not isinstance(limit.type, Integer):
-        raise ConfigurationError(
-            f"{cls.__name__}.max_attempts is {limit.type!r}, but AttemptsMixin keeps an Integer there; give your own "
-            "column another name."
-        )
+    require_type(limit, rows, AttemptsMixin, "an Integer", Integer)
     add_check(rows.table, "max_attempts", limit > 0)

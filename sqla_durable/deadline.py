@@ -10,12 +10,12 @@ from sqlalchemy.dialects.postgresql import INTERVAL
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
 from sqla_durable import clock
+from sqla_durable.beside import require_type, root_rows
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, when_mapped
 from sqla_durable.retry import LONGEST
-from sqla_durable.rows import AnySelect, Rows
-from sqla_durable.status import TransitionHook
+from sqla_durable.rows import AnySelect
 
 OUT_OF_TIME: Final = "out_of_time"
 _SORT_ORDER: Final = 1060
@@ -69,30 +69,14 @@ def judged(locking: AnySelect, over: ColumnElement[Any], *, late: bool | None = 
 
 
 def _configure(mapper: Mapper[Any]) -> None:
-    cls: type[Any] = mapper.class_
-    lifecycle: Lifecycle[Any] | None = getattr(cls, "__lifecycle__", None)
-    if not issubclass(cls, TransitionHook) or not isinstance(lifecycle, Lifecycle):
-        raise ConfigurationError(
-            f"{cls.__name__} has DeadlineMixin without RunMixin; declare it as class {cls.__name__}(DeadlineMixin, "
-            "RunMixin, ...)."
-        )
-    if mapper.inherits is not None:
-        if not issubclass(mapper.inherits.class_, DeadlineMixin):
-            raise ConfigurationError(
-                f"{cls.__name__}: DeadlineMixin goes on the class that owns the root table, here "
-                f"{mapper.base_mapper.class_.__name__}, not on one that inherits from it."
-            )
+    if (rows := root_rows(mapper, DeadlineMixin)) is None:
         return
+    lifecycle: Lifecycle[Any] = rows.entity.__lifecycle__
     if lifecycle.timed_out is None:
         raise ConfigurationError(
-            f"{cls.__name__} has DeadlineMixin, and nothing to become; add Lifecycle(timed_out=...)."
+            f"{rows.entity.__name__} has DeadlineMixin, and nothing to become; add Lifecycle(timed_out=...)."
         )
-    rows: Rows[Any] = Rows(cls)
     limit = rows.column("max_duration")
-    if not isinstance(limit.type, Interval | INTERVAL):
-        raise ConfigurationError(
-            f"{cls.__name__}.max_duration is {limit.type!r}, but DeadlineMixin keeps an Interval there; give your own "
-            "column another name."
-        )
+    require_type(limit, rows, DeadlineMixin, "an Interval", Interval, INTERVAL)
     nothing, longest = (literal_column(f"interval '{days} days'", Interval()) for days in (0, LONGEST.days))
     add_check(rows.table, "max_duration", and_(limit > nothing, limit <= longest))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 from sqlalchemy import String
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
+from sqla_durable.beside import require_run, require_type
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.mapping import add_unique_index, when_mapped
 from sqla_durable.rows import Rows
-from sqla_durable.status import TransitionHook
 
 KEY_LENGTH: Final = 255
 KEY_INDEX: Final = "idempotency_key"
@@ -52,11 +52,7 @@ def key_scope(cls: type[Any]) -> tuple[str, ...]:
 
 def _configure(mapper: Mapper[Any]) -> None:
     cls: type[Any] = mapper.class_
-    if not issubclass(cls, TransitionHook):
-        raise ConfigurationError(
-            f"{cls.__name__} has KeyMixin without RunMixin; declare it as class {cls.__name__}(KeyMixin, RunMixin, "
-            "...)."
-        )
+    require_run(cls, KeyMixin)
     scope = key_scope(cls)
     if mapper.inherits is not None:
         if scope != getattr(mapper.inherits.class_, "__key_scope__", None):
@@ -68,11 +64,7 @@ def _configure(mapper: Mapper[Any]) -> None:
     rows: Rows[Any] = Rows(cls)
     key, fingerprint = rows.column("idempotency_key"), rows.column("key_fingerprint")
     for column in key, fingerprint:
-        if not isinstance(column.type, String):
-            raise ConfigurationError(
-                f"{cls.__name__}.{rows.attribute(column)} is {column.type!r}, but KeyMixin writes a String there; give "
-                "your own column another name."
-            )
+        require_type(column, rows, KeyMixin, "a String", String)
     # Partial, where a unique constraint would not do: with nulls that are not distinct, which the scope needs, two runs
     # without a key would conflict.
     columns = [*rows.declared(scope, "__key_scope__"), key]

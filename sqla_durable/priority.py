@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Integer, SmallInteger, text
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
-from sqla_durable.exc import ConfigurationError
+from sqla_durable.beside import require_type, root_rows
 from sqla_durable.mapping import add_check, when_mapped
-from sqla_durable.rows import Rows
-from sqla_durable.status import TransitionHook
 
 LOWEST: Final = 0
 HIGHEST: Final = 9
@@ -35,24 +33,8 @@ class PriorityMixin:
 
 
 def _configure(mapper: Mapper[Any]) -> None:
-    cls: type[Any] = mapper.class_
-    if not issubclass(cls, TransitionHook):
-        raise ConfigurationError(
-            f"{cls.__name__} has PriorityMixin without RunMixin; declare it as class {cls.__name__}(PriorityMixin, "
-            "RunMixin, ...)."
-        )
-    if mapper.inherits is not None:
-        if not issubclass(mapper.inherits.class_, PriorityMixin):
-            raise ConfigurationError(
-                f"{cls.__name__}: PriorityMixin goes on the class that owns the root table, here "
-                f"{mapper.base_mapper.class_.__name__}, not on one that inherits from it."
-            )
+    if (rows := root_rows(mapper, PriorityMixin)) is None:
         return
-    rows: Rows[Any] = Rows(cls)
     priority = rows.column("priority")
-    if not isinstance(priority.type, Integer):
-        raise ConfigurationError(
-            f"{cls.__name__}.priority is {priority.type!r}, but PriorityMixin keeps an Integer there; give your own "
-            "column another name."
-        )
+    require_type(priority, rows, PriorityMixin, "an Integer", Integer)
     add_check(rows.table, "priority", priority.between(LOWEST, HIGHEST))

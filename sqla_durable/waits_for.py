@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import String
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
+from sqla_durable.beside import require_type, root_rows
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.mapping import when_mapped
-from sqla_durable.rows import Rows
-from sqla_durable.status import TransitionHook
 
 NAME_LENGTH: Final = 200
 _SORT_ORDER: Final = 1070
@@ -35,23 +34,12 @@ class WaitMixin:
 
 
 def _configure(mapper: Mapper[Any]) -> None:
-    cls: type[Any] = mapper.class_
-    if not issubclass(cls, TransitionHook):
-        raise ConfigurationError(
-            f"{cls.__name__} has WaitMixin without RunMixin; declare it as class {cls.__name__}(WaitMixin, RunMixin, "
-            "...)."
-        )
-    if mapper.inherits is not None:
-        if not issubclass(mapper.inherits.class_, WaitMixin):
-            raise ConfigurationError(
-                f"{cls.__name__}: WaitMixin goes on the class that owns the root table, here "
-                f"{mapper.base_mapper.class_.__name__}, not on one that inherits from it."
-            )
+    if (rows := root_rows(mapper, WaitMixin)) is None:
         return
-    rows: Rows[Any] = Rows(cls)
     waits_for = rows.column("waits_for")
-    if not isinstance(waits_for.type, String) or not waits_for.nullable:
+    require_type(waits_for, rows, WaitMixin, "a String", String)
+    if not waits_for.nullable:
         raise ConfigurationError(
-            f"{cls.__name__}.waits_for is {waits_for.type!r}, but WaitMixin keeps a String that may be null there; "
-            "give your own column another name."
+            f"{rows.entity.__name__}.{rows.attribute(waits_for)} may not be null, but WaitMixin keeps null there while "
+            "a run waits for nothing; give your own column another name."
         )

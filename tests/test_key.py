@@ -225,7 +225,7 @@ def test_the_index_has_one_name_under_every_convention_beside_the_users_own(
         (lambda: declare(KeyMixin, RunMixin, __key_scope__="tenant"), r'as in \("tenant_id",\)'),
         (lambda: declare(KeyMixin, RunMixin, __key_scope__=["tenant"]), r'as in \("tenant_id",\)'),
         (lambda: declare(KeyMixin, RunMixin, __key_scope__=("nothing",)), "__key_scope__ names 'nothing'"),
-        (lambda: declare(KeyMixin, RunMixin, idempotency_key=mapped_column(Integer)), "KeyMixin writes a String"),
+        (lambda: declare(KeyMixin, RunMixin, idempotency_key=mapped_column(Integer)), "KeyMixin keeps a String"),
     ],
 )
 def test_a_declaration_that_cannot_work_is_refused(declaration: Callable[[], Any], message: str) -> None:
