@@ -11,7 +11,7 @@ from sqlalchemy import JSON, URL, Column, Connection, Engine, Enum, MetaData, en
 
 config = context.config
 
-# Checks are compared by their names, so that those of a mixin added to an existing table are not left out.
+# Checks are compared by their names too, so that one of your own is not left out of an existing table.
 PLUGINS = ["alembic.autogenerate.*", "alembic.ext.checkconstraint_byname"]
 
 
@@ -42,6 +42,18 @@ def find_url() -> URL:
     url = make_url(given)
     # Without a driver SQLAlchemy 2.0 means psycopg2, and postgres:// means nothing to it at all.
     return url.set(drivername="postgresql+psycopg") if url.drivername in {"postgres", "postgresql"} else url
+
+
+def find_plugins() -> list[str]:
+    """Add what compares statuses, indexes, storage parameters and guards, if it is installed.
+
+    Migrations need nothing of it, and work when it is gone.
+    """
+    try:
+        from sqla_durable.alembic import register
+    except ImportError:
+        return PLUGINS
+    return [*PLUGINS, register()]
 
 
 def compare_server_default(
@@ -83,7 +95,7 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         return type_ != "schema" or (name or default) in schemas
 
     return {
-        "autogenerate_plugins": PLUGINS,
+        "autogenerate_plugins": find_plugins(),
         "compare_server_default": compare_server_default,
         "include_name": include_name,
         "include_object": include_object,

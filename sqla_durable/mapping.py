@@ -6,7 +6,10 @@ constraints to the finished table; there they follow the metadata's naming conve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -14,6 +17,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Constraint,
+    Dialect,
     ForeignKeyConstraint,
     Index,
     Table,
@@ -25,6 +29,11 @@ from sqlalchemy.orm import Mapper
 from sqlalchemy.schema import SchemaItem, conv
 
 _INFO = "sqla_durable.index"
+_OWNED = "sqla_durable.owned"
+_VALUES_OF = "sqla_durable.values_of"
+_LONGEST = 63
+_DIGEST = 8
+_WRITTEN = re.compile(r"WITH \(([^)]*)\)", re.IGNORECASE)
 _PREFIXES: Mapping[type[Any], str] = {CheckConstraint: "ck", ForeignKeyConstraint: "fk", Index: "ix"}
 
 
@@ -43,9 +52,15 @@ def when_mapped(cls: type[Any], configure: Callable[[Mapper[Any]], None]) -> Non
         event.listen(cls, "after_mapper_constructed", constructed, once=True)
 
 
-def add_check(table: Table, name: str, condition: ColumnElement[bool]) -> None:
-    """Add a ``CHECK``, named by the metadata's convention if that goes by the names of constraints."""
-    _add(table, CheckConstraint(condition, name=_name(table, CheckConstraint, name, always=True)))
+def add_check(table: Table, name: str, condition: ColumnElement[bool], values_of: Column[Any] | None = None) -> None:
+    """Add a ``CHECK``, named by the metadata's convention if that goes by the names of constraints.
+
+    :param values_of: the column whose values it lists, if it is such a check.
+    """
+    check = CheckConstraint(condition, name=_name(table, CheckConstraint, name, always=True))
+    if values_of is not None:
+        check.info[_VALUES_OF] = values_of.name
+    _add(table, check)
 
 
 def add_foreign_key(table: Table, columns: list[Column[Any]], referred: list[Column[Any]], **options: Any) -> None:
@@ -67,7 +82,7 @@ def add_index(
     """
     table = columns[0].table
     named = _name(table, Index, columns[0].name) if name is None else _name(table, Index, name, always=True)
-    Index(named, *columns, postgresql_where=where)
+    Index(named, *columns, postgresql_where=where, info={_OWNED: True})
 
 
 def add_unique_index(name: str, columns: Sequence[Column[Any]], where: ColumnElement[bool], **options: Any) -> None:
@@ -77,7 +92,7 @@ def add_unique_index(name: str, columns: Sequence[Column[Any]], where: ColumnEle
     """
     table = columns[0].table
     named = _name(table, Index, name, always=True)
-    index = Index(named, *columns, unique=True, postgresql_where=where, **options)
+    index = Index(named, *columns, unique=True, postgresql_where=where, info={_OWNED: True}, **options)
     index.name = _final_name(index)
     table.info[f"{_INFO}.{name}"] = index.name
 
@@ -101,6 +116,51 @@ def set_fillfactor(table: Table, percent: int) -> None:
         table.dialect_kwargs["postgresql_using"] = f"heap WITH (fillfactor = {percent})"
 
 
+def storage_parameters(table: Table) -> dict[str, str]:
+    """Return the storage parameters that a table is created with, by name."""
+    options = table.dialect_options["postgresql"]
+    given = _WRITTEN.search(str(options.get("using") or ""))
+    pairs = [pair.split("=") for pair in given[1].split(",")] if given else []
+    written = {name.strip(): value.strip() for name, value in pairs}
+    return written | {name: str(value) for name, value in (options.get("with") or {}).items()}
+
+
+def owned_checks(table: Table) -> dict[str, CheckConstraint]:
+    """Return the checks that the mixins added to a table, by the names that PostgreSQL knows them by."""
+    checks = (item for item in table.constraints if isinstance(item, CheckConstraint))
+    return {str(item.name): item for item in checks if item.info.get(_OWNED)}
+
+
+def values_of(check: CheckConstraint) -> str | None:
+    """Return the name of the column whose values a check lists, if it is such a check."""
+    name: str | None = check.info.get(_VALUES_OF)
+    return name
+
+
+def owned_indexes(table: Table) -> dict[str, Index]:
+    """Return the indexes that the mixins added to a table, by the names that PostgreSQL knows them by."""
+    return {str(_final_name(item)): item for item in table.indexes if item.info.get(_OWNED)}
+
+
+def shortened(name: str) -> str:
+    """Return a name that PostgreSQL does not cut off, in bytes, and that differs where the whole name does."""
+    encoded = name.encode()
+    if len(encoded) <= _LONGEST:
+        return name
+    digest = sha256(encoded).hexdigest()[:_DIGEST]
+    return f"{encoded[: _LONGEST - _DIGEST - 1].decode(errors='ignore')}_{digest}"
+
+
+@cache
+def plain_dialect() -> Dialect:
+    """Return a dialect that writes names and SQL as PostgreSQL reads them.
+
+    That of an engine has every percent sign doubled, for a driver that is given parameters.
+    """
+    dialect: Dialect = cast("Any", postgresql.dialect)(paramstyle="named")
+    return dialect
+
+
 def root_table(mapper: Mapper[Any]) -> Table:
     """Return the table that a mapper's inheritance hierarchy is rooted in."""
     return cast("Table", mapper.base_mapper.local_table)
@@ -108,12 +168,13 @@ def root_table(mapper: Mapper[Any]) -> Table:
 
 def _add(table: Table, constraint: Constraint) -> None:
     table.append_constraint(constraint)
+    constraint.info[_OWNED] = True
     constraint.name = _final_name(constraint)
 
 
 def _final_name(item: Constraint | Index) -> conv:
     """Return the name as PostgreSQL will report it: an error is known by it, and Alembic compares checks by it."""
-    name = cast("Any", postgresql.dialect)().identifier_preparer.format_constraint(item)
+    name = plain_dialect().identifier_preparer.format_constraint(item)
     return conv(str(name).removeprefix('"').removesuffix('"').replace('""', '"'))
 
 

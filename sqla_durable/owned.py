@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Column, ColumnElement, inspect
+from sqlalchemy import Column, ColumnElement, Table, inspect
 from sqlalchemy.orm import mapped_column
 
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.lease import LeaseMixin
-from sqla_durable.mapping import add_foreign_key, root_table
+from sqla_durable.mapping import add_foreign_key, root_table, shortened
 from sqla_durable.rows import Rows
 
 _SORT_ORDER = -2
@@ -31,10 +31,9 @@ def of_run_class(mixin: type[Any], run: Any, what: str) -> type[Any]:
         )
     table = root_table(mapper)
     key = {
-        f"{table.name}_{column.name}": mapped_column(
-            f"{table.name}_{column.name}", column.type, primary_key=True, autoincrement=False, sort_order=_SORT_ORDER
-        )
+        name: mapped_column(name, column.type, primary_key=True, autoincrement=False, sort_order=_SORT_ORDER)
         for column in mapper.base_mapper.primary_key
+        if (name := _key_name(table, column))
     }
     return type(
         f"{mixin.__name__}[{getattr(run, '__name__', run)}]", (mixin,), {"__abstract__": True, "__run__": run, **key}
@@ -51,7 +50,7 @@ class OwnedRows(Rows[Any]):
         super().__init__(entity)
         self.runs: Rows[Any] = Rows(entity.__run__)
         self.run_key: tuple[Column[Any], ...] = tuple(
-            self.table.c[f"{self.runs.table.name}_{column.name}"] for column in self.runs.key
+            self.table.c[_key_name(self.runs.table, column)] for column in self.runs.key
         )
 
     def of_run(self) -> list[ColumnElement[bool]]:
@@ -78,3 +77,8 @@ class OwnedRows(Rows[Any]):
                     f"{self.entity.__name__}.{self.attribute(column)} may not be null and has no server_default; its "
                     "rows are written in SQL, where a Python default= does not apply. Give it a server_default."
                 )
+
+
+def _key_name(table: Table, column: Column[Any]) -> str:
+    """Return the name of the column that holds a run's key; one that PostgreSQL cuts off is not found again by it."""
+    return shortened(f"{table.name}_{column.name}")

@@ -198,7 +198,7 @@ class StatusMachine(Machine[StatusT]):
         # A column copied from one that has its check already comes with a copy of the check.
         if not column.info.get(_CHECKED):
             column.info[_CHECKED] = True
-            add_check(table, f"{column.name}_values", column.in_(list(self.statuses)))
+            add_check(table, f"{column.name}_values", column.in_(list(self.statuses)), column)
 
     def _sources(self, entity: type[Any], to: StatusT, from_: StatusT | Collection[StatusT] | None) -> list[StatusT]:
         self.check_status(to)

@@ -107,7 +107,7 @@ SELECT 'constraint', conrelid::regclass::text, conname, pg_get_constraintdef(oid
 UNION ALL
 SELECT 'index', tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = '{schema}'
 UNION ALL
-SELECT 'storage', oid::regclass::text, '', array_to_string(reloptions, ' ')
+SELECT 'storage', oid::regclass::text, '', array_to_string(ARRAY(SELECT unnest(reloptions) ORDER BY 1), ' ')
   FROM pg_class WHERE relkind = 'r' AND relnamespace = '{schema}'::regnamespace
 UNION ALL
 SELECT 'type', typname, '', '' FROM pg_type
@@ -252,6 +252,13 @@ class Project:
         paths = os.pathsep.join(str(path) for path in (*first, self.folder, PACKAGES))
         given = {**os.environ, "DATABASE_URL": self.url, "PYTHONPATH": paths, **environment}
         return {"cwd": self.folder, "env": {name: value for name, value in given.items() if value}}
+
+
+def script(said: str) -> str:
+    """The SQL among what ``--sql`` wrote."""
+    return "".join(
+        line for line in said.splitlines(keepends=True) if not line.startswith(("$ alembic", "INFO ", "Generating"))
+    )
 
 
 def _psql(bin_dir: Path | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
-from tests.support_alembic import NOTHING_NEW, PLUGIN, USUAL, Project
+from tests.support_alembic import NOTHING_NEW, PLUGIN, USUAL, Project, script
 
 BY_CONSTRAINT_NAME = """naming_convention={
     "ix": "index_%(table_name)s_%(constraint_name)s",
@@ -162,12 +162,6 @@ def test_migrations_written_as_sql_apply_in_psql(project: Project, request: pyte
     project.psql(script(project.alembic("upgrade head --sql")), bin_dir)
     assert project.catalogue() == migrated
     assert NOTHING_NEW in project.alembic("check")
-
-
-def script(said: str) -> str:
-    return "".join(
-        line for line in said.splitlines(keepends=True) if not line.startswith(("$ alembic", "INFO ", "Generating"))
-    )
 
 
 @pytest.mark.parametrize("search_path", ["", "app,public", "public,app"])

@@ -1,0 +1,23 @@
+"""Registers with autogenerate, once."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+from alembic.runtime.plugins import Plugin
+from alembic.util import DispatchPriority
+
+from sqla_durable.alembic.comparison import compare
+from sqla_durable.alembic.operation import render_with_whole_text
+
+_NAME: Final = "sqla_durable"
+
+
+@cache
+def set_up() -> str:
+    """Register the comparison, if it is not yet, and return the name of the plugin."""
+    render_with_whole_text()
+    # Last, so that what Alembic itself has seen is known, and is not said twice.
+    Plugin(_NAME).add_autogenerate_comparator(compare, "table", "durable", priority=DispatchPriority.LAST)
+    return _NAME

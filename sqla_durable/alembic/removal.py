@@ -1,0 +1,72 @@
+"""Refuses a migration that removes a status which rows are in, before it changes anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Final
+
+from sqla_durable.alembic.operation import SqlOp
+from sqla_durable.mapping import plain_dialect
+
+_TEXT: Final = re.compile(r"'((?:[^']|'')*)'")
+
+
+def values_in(definition: str) -> list[str]:
+    """Return the texts that the definition of a check names."""
+    return [found.replace("''", "'") for found in _TEXT.findall(definition)]
+
+
+def refusal(table: str, column: str, removed: Collection[str], added: Collection[str]) -> SqlOp:
+    """Return the operation that refuses to go on while rows are in a status that is no longer declared.
+
+    A downgrade refuses the statuses that the migration has added.
+
+    :param table: the table's quoted name, with its schema.
+    :param column: the name of its status column.
+    :param removed: the statuses that are gone.
+    :param added: the statuses that are new.
+    """
+    name = plain_dialect().identifier_preparer.quote(column)
+    forth, back = _statement(table, name, removed), _statement(table, name, added)
+    return SqlOp(forth, back, _comment(table, name, removed), _comment(table, name, added))
+
+
+def _statement(table: str, column: str, removed: Collection[str]) -> list[str]:
+    if not removed:
+        return []
+    rule = f"{table}.{column} IN ({_listed(removed)})"
+    told = _quoted(f" rows are in a status that this migration removes: {rule}")
+    hint = _quoted(f"Give them another one above this statement of the migration: {_update(table, column, removed)}")
+    statement = (
+        "DO $refuse$\n"
+        "DECLARE\n"
+        "    remaining bigint;\n"
+        "BEGIN\n"
+        f"    SELECT count(*) INTO remaining FROM {table} WHERE {column} IN ({_listed(removed)});\n"
+        "    IF remaining > 0 THEN\n"
+        f"        RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = remaining || {told},\n"
+        f"            HINT = {hint};\n"
+        "    END IF;\n"
+        "END\n"
+        "$refuse$"
+    )
+    return [statement]
+
+
+def _comment(table: str, column: str, removed: Collection[str]) -> list[str]:
+    statement = json.dumps(_update(table, column, removed), ensure_ascii=False)
+    return ["Rows in a status that is gone stop the migration. Give them another one here:", f"op.execute({statement})"]
+
+
+def _update(table: str, column: str, removed: Collection[str]) -> str:
+    return f"UPDATE {table} SET {column} = '...' WHERE {column} IN ({_listed(removed)})"
+
+
+def _listed(values: Collection[str]) -> str:
+    return ", ".join(map(_quoted, values))
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
