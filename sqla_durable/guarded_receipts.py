@@ -118,10 +118,10 @@ BEGIN
         fence, outcome = self._name("fence"), self._name("outcome")
         # A fork begins with receipts of the run it is made from.
         return f"""\
-    IF run_status IS NULL OR run_fence <> NEW.{fence} OR NOT (
+    IF run_status IS NULL OR run_fence <> NEW.{fence} OR (
       run_status = {literal(self._lifecycle.running)}
       OR (run_is_unclaimed AND run_is_new AND NEW.{outcome} IS NOT DISTINCT FROM {literal(StepOutcome.SUCCEEDED)})
-    ) THEN
+    ) IS NOT TRUE THEN
       code := '{INSERTED}';
       problem := {self._other_fence()};
       remedy := 'Only the holder of a running run records a step, with the fence of its lease: see Runs.record().';

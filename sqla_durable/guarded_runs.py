@@ -84,10 +84,10 @@ BEGIN
       problem := format('its status would go from %s to %s', OLD.{status}, NEW.{status});
       remedy := 'Only declared transitions and requeues change it; see Lifecycle.';
     ELSIF NEW.{status} = {running} THEN
-      IF OLD.{status} <> {ready} OR NEW.{owner} IS NULL OR NEW.{expires} IS NULL OR NOT (
+      IF OLD.{status} <> {ready} OR NEW.{owner} IS NULL OR NEW.{expires} IS NULL OR (
         (NEW.{fence} > OLD.{fence} AND NEW.{attempts} = OLD.{attempts} + 1)
         OR (NEW.{fence} = OLD.{fence} AND NEW.{attempts} = OLD.{attempts} AND NEW.{owner} = OLD.{owner})
-      ) THEN
+      ) IS NOT TRUE THEN
         code := '{FENCE}';
         problem := format('it would be %s without a claim', NEW.{status});
         remedy := 'A claim raises the fence, counts an attempt and sets a lease; use Runs.claim() or execute().';
@@ -97,7 +97,7 @@ BEGIN
       problem := format('its fence would go from %s to %s without a claim', OLD.{fence}, NEW.{fence});
       remedy := 'Leave the fence as it is.';
     ELSIF NEW.{expires} IS NOT NULL
-      OR (NEW.{owner} IS NOT NULL AND NOT ({self._may_resume()})) THEN
+      OR (NEW.{owner} IS NOT NULL AND ({self._may_resume()}) IS NOT TRUE) THEN
       code := '{LEASE}';
       problem := format('it would be %s and keep its lease', NEW.{status});
       remedy := 'Clear lease_owner and lease_expires_at in the same statement, or use the verbs of Runs.';
