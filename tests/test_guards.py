@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import create_engine, func, text, update
 from sqlalchemy.exc import DBAPIError
 
-from sqla_durable import GuardViolation, guard_violation
-from tests.support_guards import World
+from sqla_durable import (
+    PENDING,
+    Cancelled,
+    DatabaseUnavailable,
+    Ending,
+    GuardViolation,
+    LostLease,
+    NotIssued,
+    Outcome,
+    Run,
+    SignalTimeout,
+    StepOutcome,
+    Worker,
+    call,
+    guard_violation,
+    keyed_call,
+)
+from sqla_durable.testing import expire, let_pass, make_due, overrun
+from tests.support_guards import HOUR, Status, World, number, operate, pending, refuse, write
 
 KINDS = pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
 
@@ -157,3 +176,324 @@ def everything(world: World) -> list[Any]:
             connection.execute(text(f"SELECT to_jsonb({table}) FROM {table} ORDER BY 1")).all()
             for table in ("job", "job_step")
         ]
+
+
+# --- what the library writes
+
+
+def executed(world: World, handler: Callable[[Run[Any]], object], **values: Any) -> Outcome:
+    return world.runs.execute(world.ready(**values), handler)
+
+
+def twice(world: World, handler: Callable[[Run[Any]], object], ident: UUID) -> None:
+    """Carry a run out, let it be due, and carry it out again."""
+    assert world.runs.execute(ident, handler).ending is Ending.SUSPENDED
+    with world.factory.begin() as session:
+        make_due(session, world.models.job, ident)
+    world.runs.execute(ident, handler)
+
+
+def every_kind_of_step(world: World) -> None:
+    def handler(run: Run[Any]) -> None:
+        run.step("a", write, 1)
+        run.external("b", int)
+        run.keyed("c", str)
+        run.gather(call("d", int), keyed_call("e", str))
+
+    assert executed(world, handler).status == Status.DONE
+
+
+def a_step_that_fails_and_is_done_again(world: World) -> None:
+    def handler(run: Run[Any]) -> None:
+        with suppress(ValueError):
+            run.step("a", refuse)
+        run.step("a", write, 1)
+        with suppress(ValueError):
+            run.external("b", int, "x")
+        run.external("b", int)
+
+    assert executed(world, handler).status == Status.DONE
+
+
+def an_operation_that_ends(world: World) -> None:
+    polls = iter([PENDING, 1])
+    ident = world.ready()
+    twice(world, lambda run: run.operation("op", start=number, poll=lambda ids: next(polls), every=HOUR), ident)
+    assert world.row(ident).status == Status.DONE
+
+
+def an_operation_that_fails(world: World) -> None:
+    ident = world.operation_failed()
+    with world.factory.begin() as session:
+        assert world.runs.requeue(ident)
+        assert world.runs.never_issued(session, ident, "op")
+
+
+def an_operation_that_was_not_issued(world: World) -> None:
+    def start() -> Any:
+        raise NotIssued
+
+    ident = world.ready()
+    world.runs.execute(ident, lambda run: run.operation("op", start=start, poll=pending))
+    assert world.runs.receipts(ident) == ()
+
+
+def an_operation_resolved_by_an_operator(world: World) -> None:
+    had, never = world.issued(), world.issued()
+    for ident in had, never:
+        world.lapse(ident)
+    world.runs.reap()
+    with world.factory.begin() as session:
+        assert world.runs.attach_ids(session, had, "op", {"number": 1})
+        assert world.runs.never_issued(session, never, "op")
+    assert world.runs.execute(had, operate).ending is Ending.SUSPENDED
+
+
+def ids_that_a_stale_holder_attaches(world: World) -> None:
+    ident = world.ready()
+
+    def start() -> dict[str, int]:
+        world.lapse(ident)
+        world.runs.reap()
+        world.claimed(ident).release()
+        return {"number": 1}
+
+    world.runs.execute(ident, lambda run: run.operation("op", start=start, poll=pending, every=HOUR))
+    (receipt,) = world.runs.receipts(ident)
+    assert receipt.outcome is StepOutcome.PENDING
+
+
+def a_signal(world: World) -> None:
+    ident = world.waiting()
+    with world.factory.begin() as session:
+        assert world.runs.signal(session, ident, "go", 1)
+    assert world.runs.execute(ident, lambda run: run.wait("go")).status == Status.DONE
+
+
+def a_signal_that_is_given_back(world: World) -> None:
+    ident = world.ready()
+    with world.factory.begin() as session:
+        assert world.runs.signal(session, ident, "go", "x")
+    world.runs.execute(ident, lambda run: run.wait("go", int))
+    assert all(receipt.outcome is not StepOutcome.SUCCEEDED for receipt in world.runs.receipts(ident))
+
+
+def a_wait_that_times_out(world: World) -> None:
+    ident = world.waiting()
+    with world.factory.begin() as session:
+        let_pass(session, world.models.step, ident, "go")
+
+    def handler(run: Run[Any]) -> None:
+        with suppress(SignalTimeout):
+            run.wait("go", timeout=HOUR)
+
+    assert world.runs.execute(ident, handler).status == Status.DONE
+
+
+def a_wait_that_goes_on(world: World) -> None:
+    twice(world, lambda run: run.wait("go", timeout=HOUR), world.ready())
+
+
+def an_answer(world: World) -> None:
+    def handler(run: Run[Any]) -> None:
+        run.answer("add", write)
+
+    ident = world.ready()
+    world.runs.execute(ident, handler)
+    with world.factory.begin() as session:
+        assert world.runs.signal(session, ident, "add", 1)
+    assert world.runs.execute(ident, handler).status == Status.DONE
+
+
+def a_sleep(world: World) -> None:
+    ident = world.ready()
+    twice(world, lambda run: run.sleep("nap", HOUR), ident)
+    with world.factory.begin() as session:
+        let_pass(session, world.models.step, ident, "nap")
+    assert world.runs.execute(ident, lambda run: run.sleep("nap", HOUR)).status == Status.DONE
+
+
+def a_batch(world: World) -> None:
+    for _ in range(3):
+        world.ready()
+    for run in world.runs.claim_due(10):
+        run.renew()
+        run.finish(note="done")
+
+
+def a_release(world: World) -> None:
+    world.claimed(world.released()).release()
+
+
+def a_failure(world: World) -> None:
+    assert executed(world, lambda run: run.step("a", refuse)).status == Status.FAILED
+    world.claimed().fail(ValueError("no"), note="failed")
+
+
+def a_retry_until_the_attempts_are_used_up(world: World) -> None:
+    def handler(run: Run[Any]) -> None:
+        raise DatabaseUnavailable
+
+    ident = world.ready()
+    for _ in range(2):
+        world.runs.execute(ident, handler, run_now=True)
+    assert world.row(ident).status == Status.DEAD
+
+
+def reaping(world: World) -> None:
+    ident = world.reaped()
+    world.claimed(ident)
+    world.lapse(ident)
+    assert world.runs.heal(ident)
+    assert world.row(ident).status == Status.DEAD
+
+
+def a_resume(world: World) -> None:
+    for resume in (
+        lambda run: run.step("a", write, 1),
+        lambda run: run.external("a", int),
+        lambda run: run.renew(),
+        lambda run: run.finish(),
+        lambda run: run.release(),
+    ):
+        run = world.reaped_run()
+        resume(run)
+        assert run.lease.fence == world.row(run.row.id).fence == 1
+
+
+def a_lost_lease(world: World) -> None:
+    run = world.reaped_run()
+    world.claimed(run.row.id)
+    with pytest.raises(LostLease):
+        run.step("a", write, 1)
+
+
+def a_requeue(world: World) -> None:
+    ident = world.failed()
+    assert world.runs.requeue(ident)
+    assert [receipt.step for receipt in world.runs.receipts(ident)] == ["a"]
+    world.claimed(ident).fail(ValueError("no"))
+    assert world.runs.requeue_all(everything=True) == 1
+    assert world.runs.execute(ident, lambda run: run.step("b", write, 1)).status == Status.DONE
+
+
+def a_requeue_of_a_wait(world: World) -> None:
+    ident = world.waiting()
+    with world.factory.begin() as session:
+        assert world.runs.request_cancel(session, ident)
+    assert world.runs.requeue(ident)
+    assert world.runs.receipts(ident) == ()
+
+
+def cancelling(world: World) -> None:
+    run, idents = world.claimed(), [world.ready(), world.reaped(), world.waiting()]
+    with world.factory.begin() as session:
+        assert world.runs.request_cancel(session, idents[0])
+        assert world.runs.cancel_all(session, everything=True) == 3
+    with pytest.raises(Cancelled):
+        run.step("a", write, 1)
+    run.release()
+    assert {world.row(ident).status for ident in (*idents, run.row.id)} == {Status.CANCELLED}
+
+
+def a_deadline(world: World) -> None:
+    run = world.claimed(max_duration=HOUR)
+    with world.factory.begin() as session:
+        overrun(session, world.models.job, run.row.id)
+    assert world.runs.execute(run, lambda run: run.step("a", write, 1)).status == Status.TIMED_OUT
+
+
+def an_expiry(world: World) -> None:
+    idents = [world.ready(expires_at=func.now() + HOUR), world.draft(expires_at=func.now() + HOUR)]
+    with world.factory.begin() as session:
+        for ident in idents:
+            expire(session, world.models.job, ident)
+    assert world.runs.heal(idents[0])
+    assert world.runs.reap() == 1
+    assert {world.row(ident).status for ident in idents} == {Status.EXPIRED}
+
+
+def purging(world: World) -> None:
+    ended = world.done(), world.failed(), world.operation_failed()
+    assert world.runs.purge(timedelta(0)) == len(ended)
+    assert world.scalar("SELECT count(*) FROM job_step") == 0
+
+
+def a_transition(world: World) -> None:
+    ident, held = world.draft(), world.running()
+    with world.factory.begin() as session:
+        assert world.models.machine.transition(session, ident, Status.READY, values={"note": "x"})
+        assert world.models.machine.transition(session, ident, Status.CANCELLED)
+        assert world.models.machine.transition(session, held, Status.FAILED, from_=Status.RUNNING)
+
+
+def a_transaction_of_the_callers(world: World) -> None:
+    run = world.claimed()
+    with world.factory.begin() as session:
+        world.runs.fence(session, run.lease)
+        world.runs.record(session, run.lease, "a", 1)
+        job = world.runs.start(session, key="k", status=Status.READY)
+        assert world.runs.start(session, key="k", status=Status.READY).id == job.id
+
+
+def a_flush(world: World) -> None:
+    ident = world.draft()
+    with world.factory.begin() as session:
+        job = session.get_one(world.models.job, ident)
+        job.note = "mine"
+        job.status = Status.READY
+    run = world.claimed(ident)
+    run.step("a", lambda session: session.get_one(world.models.job, ident) and 1)
+    with world.factory.begin() as session:
+        session.execute(update(world.models.step).values(tag="a column of the user's"))
+    run.finish()
+    with world.factory.begin() as session:
+        session.delete(session.get_one(world.models.job, ident))
+
+
+def a_worker(world: World) -> None:
+    idents = [world.ready() for _ in range(3)]
+    worker = Worker(world.runs.handled_by(lambda run: run.step("a", write, 1)))
+    assert worker.run_due(timedelta(seconds=20)) == {Ending.LANDED: len(idents)}
+
+
+VERBS = [
+    every_kind_of_step,
+    a_step_that_fails_and_is_done_again,
+    an_operation_that_ends,
+    an_operation_that_fails,
+    an_operation_that_was_not_issued,
+    an_operation_resolved_by_an_operator,
+    ids_that_a_stale_holder_attaches,
+    a_signal,
+    a_signal_that_is_given_back,
+    a_wait_that_times_out,
+    a_wait_that_goes_on,
+    an_answer,
+    a_sleep,
+    a_batch,
+    a_release,
+    a_failure,
+    a_retry_until_the_attempts_are_used_up,
+    reaping,
+    a_resume,
+    a_lost_lease,
+    a_requeue,
+    a_requeue_of_a_wait,
+    cancelling,
+    a_deadline,
+    an_expiry,
+    purging,
+    a_transition,
+    a_transaction_of_the_callers,
+    a_flush,
+    a_worker,
+]
+
+
+@KINDS
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_the_library_never_meets_a_guard(world: World, verb: Callable[[World], None]) -> None:
+    verb(world)
+    if world.guarded:
+        assert world.scalar("SELECT count(*) FROM durable_override") == 0
