@@ -148,14 +148,20 @@ def attach(table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callab
     guard = Guard(table, _shortened(f"durable_guard_{table.name}"), triggers, body)
     table.info[_INFO] = guard
 
-    def created(_: Table, connection: Connection, **__: Any) -> None:
-        _execute(connection, guard.create(connection.schema_for_object))
+    def schema_of(target: Table, connection: Connection) -> SchemaOf:
+        """Where tables are as ``target`` is created: itself, or a copy of it in another schema."""
+        here = connection.schema_for_object(target)
+        return lambda other: here if other.schema == table.schema else connection.schema_for_object(other)
 
-    def dropped(_: Table, connection: Connection, **__: Any) -> None:
-        _execute(connection, guard.drop(connection.schema_for_object, table_is_gone=True))
+    def created(target: Table, connection: Connection, **_: Any) -> None:
+        _execute(connection, guard.create(schema_of(target, connection)))
 
-    event.listen(table, "after_create", created)
-    event.listen(table, "after_drop", dropped)
+    def dropped(target: Table, connection: Connection, **_: Any) -> None:
+        _execute(connection, guard.drop(schema_of(target, connection), table_is_gone=True))
+
+    # Passed on to the copies that to_metadata() makes.
+    event.listen(table, "after_create", created, propagate=True)
+    event.listen(table, "after_drop", dropped, propagate=True)
 
 
 def overrides_of(table: Table) -> Table:

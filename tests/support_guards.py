@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 from uuid import UUID, uuid4
 
-from sqlalchemy import Engine, inspect, text
+from sqlalchemy import Engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqla_durable import (
@@ -137,7 +137,8 @@ class World:
             job = self.models.job(**{"status": Status.READY, **values})
             session.add(job)
             session.flush()
-            return tuple(inspect(job).identity)[0]
+            ident: UUID = job.id
+            return ident
 
     def claimed(self, ident: UUID | None = None, **values: Any) -> Run[Any]:
         run = self.runs.claim(self.ready(**values) if ident is None else ident, run_now=True)
