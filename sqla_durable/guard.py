@@ -218,7 +218,7 @@ def verdict(table: Table, overrides: str, what: str, key: Sequence[Column[Any]])
   IF problem IS NULL THEN
     RETURN NEW;
   END IF;
-  reason := btrim(coalesce(current_setting('sqla_durable.override', true), ''));
+  reason := btrim(coalesce(current_setting('sqla_durable.override', true), ''), E' \\t\\r\\n');
   IF reason = '' THEN
     RAISE EXCEPTION USING
       ERRCODE = code,
