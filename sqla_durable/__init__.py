@@ -14,6 +14,7 @@ from sqla_durable.exc import (
     DatabaseUnavailable,
     DurableError,
     FrozenPayload,
+    GuardViolation,
     HolderError,
     InputError,
     InputMismatch,
@@ -67,6 +68,7 @@ from sqla_durable.functions import (
     function_statuses,
 )
 from sqla_durable.gather import Call, call, keyed_call
+from sqla_durable.guard import Guard, guard_of
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -78,6 +80,7 @@ from sqla_durable.retry import Retry
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Run, Runs
 from sqla_durable.signal import SignalMixin
+from sqla_durable.sqlstate import guard_violation
 from sqla_durable.status import StatusMachine
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.worker import Worker
@@ -103,6 +106,8 @@ __all__ = [
     "FunctionStatus",
     "FunctionSummary",
     "Functions",
+    "Guard",
+    "GuardViolation",
     "HasWorks",
     "HolderError",
     "InputError",
@@ -166,5 +171,7 @@ __all__ = [
     "call",
     "function_lifecycle",
     "function_statuses",
+    "guard_of",
+    "guard_violation",
     "keyed_call",
 ]

@@ -27,6 +27,7 @@
      |    +-- Cancelled              someone asked for this run to be cancelled
      |    +-- TimedOut               the run ran past its deadline
      |    +-- Suspended              the run waits for something outside, and was handed back until then
+     +-- GuardViolation          a write that the guard of its table refuses
      +-- StepFailed              a replayed step's recorded failure
      +-- RunFailed               a run whose result is asked for has failed
      |    +-- RunCancelled           it was cancelled
@@ -196,6 +197,21 @@ class Suspended(HolderError):
 
     Raised to unwind the handler, which must let it pass; the next execution calls the handler anew.
     """
+
+
+class GuardViolation(DurableError):
+    """A write that the guard of its table refuses; the transaction is rolled back.
+
+    ``sqlstate`` says which rule it breaks, and ``table`` of which table.
+    """
+
+    def __init__(self, message: str, sqlstate: str, table: str | None) -> None:
+        super().__init__(message, sqlstate, table)
+        self.sqlstate = sqlstate
+        self.table = table
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StepFailed(DurableError):

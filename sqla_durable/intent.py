@@ -27,6 +27,7 @@ from sqla_durable import clock, fence, stop
 from sqla_durable.deadline import OUT_OF_TIME
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding, let_lapse
+from sqla_durable.guarded_receipts import taking_back
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import (
@@ -110,7 +111,7 @@ def settles(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
 
 def withdraws(runs: RunRows[Any], receipts: ReceiptRows) -> AnySelect:
     """Lock the run if the holder's fence is still the run's, and delete the intent that it recorded."""
-    held = fence.held(runs)
+    held = fence.held(runs, taking_back())
     own = [column == held.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)]
     issued = receipts.step == step_key(), receipts.in_outcome(StepOutcome.ISSUED), receipts.fence == held.c.fence
     withdrawn = delete(receipts.table).where(*own, *issued).returning(receipts.recorded_at)
@@ -124,7 +125,7 @@ def never_issued(runs: RunRows[Any], receipts: ReceiptRows) -> ReturningDelete[A
     """
     found = (
         runs.lock(runs.matches())
-        .add_columns(runs.fence.label("fence"), runs.in_status(runs.lifecycle.running).label("running"))
+        .add_columns(runs.fence.label("fence"), runs.in_status(runs.lifecycle.running).label("running"), taking_back())
         .cte("found")
     )
     keys = [column == found.c[f"key_{position}"] for position, column in enumerate(receipts.run_key)]

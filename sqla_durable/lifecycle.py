@@ -45,6 +45,8 @@ class Lifecycle(Generic[StatusT]):
      a status that is not terminal. A run in which one of them is null is in no group.
     :param notify: whether workers that listen are told of a run that has become ready (`NOTIFY
      <https://www.postgresql.org/docs/current/sql-notify.html>`_).
+    :param guard: whether triggers keep the run's table and that of its receipts to the rules, whoever writes to them;
+     the same as ``__guard__ = True`` in the class.
     :raises ConfigurationError: where an edge that the library will take is not declared, a status has a role it cannot
      play, or a duration is out of range.
     """
@@ -67,6 +69,7 @@ class Lifecycle(Generic[StatusT]):
     step_timeout: timedelta | Literal["lease"] | None = "lease"
     one_in_flight: tuple[str, ...] | None = None
     notify: bool = True
+    guard: bool = False
 
     def __post_init__(self) -> None:
         self._check_durations()

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from sqlalchemy import (
@@ -39,7 +38,10 @@ from sqlalchemy.sql.dml import ReturningInsert
 from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.failure import Failure
+from sqla_durable.guarded_receipts import guard_receipts
 from sqla_durable.mapping import add_check, add_foreign_key, when_mapped
+from sqla_durable.outcome import Effect as Effect  # noqa: PLC0414 - a receipt's words are had from here
+from sqla_durable.outcome import StepOutcome as StepOutcome  # noqa: PLC0414
 from sqla_durable.owned import OwnedRows, of_run_class
 from sqla_durable.rows import AnySelect, Ident, among, bound
 
@@ -49,41 +51,6 @@ KEY_LENGTH = 200
 FINGERPRINT_LENGTH = 64
 UNSEALED = ""
 _RECORDED = "step", "outcome", "result", "error", "effect", "fence", "recorded_at", "ids", "input_fingerprint"
-
-
-class Effect(StrEnum):
-    """How often the effect of a step happens, which its receipt records."""
-
-    TRANSACTIONAL = "transactional"
-    """Exactly once: the effect is in the database and commits with its receipt."""
-    EXTERNAL = "external"
-    """At least once: a call outside any transaction; a crash before the receipt repeats it."""
-    KEYED = "keyed"
-    """At least once, with the same idempotency key each time: once, where the callee honours it."""
-    OPERATION = "operation"
-    """At most once: its intent is recorded before it is issued, and then it is only polled."""
-    SIGNAL = "signal"
-    """Exactly once: the signal is taken as its receipt is recorded, in one transaction."""
-    SLEEP = "sleep"
-    """None: it only waits until an instant that was recorded at first."""
-
-
-class StepOutcome(StrEnum):
-    """How a step ended, or how far an operation has come."""
-
-    SUCCEEDED = "succeeded"
-    """It returned, and its result is recorded."""
-    FAILED = "failed"
-    """It raised, and its failure is recorded."""
-    ISSUED = "issued"
-    """An operation's intent is recorded, and nothing after it: whether the service has it is not known."""
-    PENDING = "pending"
-    """An operation's ids are recorded, or until when a run waits or sleeps, and it has not ended as far as is known."""
-
-    @property
-    def terminal(self) -> bool:
-        """Whether the step has ended, so that it is answered from its receipt."""
-        return self in {StepOutcome.SUCCEEDED, StepOutcome.FAILED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +169,7 @@ def _configure(mapper: Mapper[Any]) -> None:
         StepOutcome.PENDING.value: and_(*open_ended, pending, receipts.ids.is_not(None)),
     }
     add_check(receipts.table, "outcome", case(outcome, value=receipts.outcome, else_=under_way))
+    guard_receipts(receipts)
 
 
 class ReceiptRows(OwnedRows):

@@ -36,6 +36,7 @@ from sqla_durable import clock, expiry, frozen
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin, deadline
 from sqla_durable.exc import ConfigurationError, UsageError
+from sqla_durable.guarded_runs import guard_runs
 from sqla_durable.key import KeyMixin, key_scope
 from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
@@ -60,6 +61,8 @@ class RunMixin(LeaseMixin, TransitionHook):
     """
 
     __lifecycle__: ClassVar[Lifecycle[Any]]
+    __guard__: ClassVar[bool] = False
+    """Whether triggers keep the table to the rules, whoever writes to it, and that of its receipts as well."""
     __reserved__ = frozenset(
         {
             *("fence", "attempts", "lease_owner", "lease_expires_at", "cancel_requested_at", "error", "failures"),
@@ -268,6 +271,8 @@ def _configure(mapper: Mapper[Any]) -> None:
     if parent is not None and issubclass(parent.class_, RunMixin):
         if vars(cls).get("__lifecycle__", parent.class_.__lifecycle__) is not parent.class_.__lifecycle__:
             raise ConfigurationError(f"{cls.__name__} shares a table with its base class, and so its __lifecycle__.")
+        if bool(cls.__guard__) is not bool(parent.class_.__guard__):
+            raise ConfigurationError(f"{cls.__name__} shares a table with its base class, and so its __guard__.")
         return
     if parent is not None:
         raise ConfigurationError(
@@ -284,6 +289,7 @@ def _configure(mapper: Mapper[Any]) -> None:
     event.listen(cls, "before_update", _keep_lease, propagate=True)
     frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
+    guard_runs(rows, rows.status, rows.lifecycle)
     set_fillfactor(rows.table, _FILLFACTOR)
 
 

@@ -9,14 +9,20 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from psycopg import Error
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from sqla_durable.causes import chain
-from sqla_durable.exc import DatabaseUnavailable, RetryableError, StepTimeout, TransactionConflict
+from sqla_durable.exc import (
+    DatabaseUnavailable,
+    DurableError,
+    GuardViolation,
+    StepTimeout,
+    TransactionConflict,
+)
 
 ValueT = TypeVar("ValueT")
 
@@ -32,6 +38,7 @@ UNIQUE_VIOLATION = "23505"
 NO_SUCH_SAVEPOINT = "3B001"
 READ_ONLY = "25006"
 UNDEFINED_TABLE = "42P01"
+GUARD_CLASS = "SD"
 
 _FEATURE_NOT_SUPPORTED = "0A000"
 _CONFLICTS = {SERIALIZATION_FAILURE, DEADLOCK}
@@ -70,10 +77,27 @@ def database_errors(error: BaseException) -> Iterator[BaseException]:
     return (link for link in chain(error) if isinstance(link, DBAPIError | Error))
 
 
-def translate(error: BaseException) -> RetryableError | None:
+def guard_violation(error: BaseException) -> GuardViolation | None:
+    """Return the error of ours for a write that a guard has refused; None for any other error.
+
+    It is for statements of your own: where the library's are refused, and in the body of a step, it is raised.
+
+    :param error: an error of SQLAlchemy's or of the driver's.
+    """
+    code = sqlstate_of(error)
+    if code is None or not code.startswith(GUARD_CLASS):
+        return None
+    diagnosis: Any = getattr(getattr(error, "orig", error), "diag", None)
+    said = f"{diagnosis.message_primary} (SQLSTATE {code}). {diagnosis.message_hint or ''}".rstrip()
+    return GuardViolation(said, code, diagnosis.table_name)
+
+
+def translate(error: BaseException) -> DurableError | None:
     """Return the error of ours that a database error stands for, or None where it is the statement's own fault."""
     code = sqlstate_of(error)
     shown = getattr(error, "orig", error)
+    if (refused := guard_violation(error)) is not None:
+        return refused
     if code in _CONFLICTS:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"

@@ -44,6 +44,7 @@ from sqla_durable.deadline import OUT_OF_TIME
 from sqla_durable.exc import SignalTimeout
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
+from sqla_durable.guarded_receipts import taking_back
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import (
@@ -92,7 +93,7 @@ def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
 
 def gives_back(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
     """Lock the run likewise, delete the receipt and let a signal be as if nobody had taken it."""
-    held = fence.held(runs)
+    held = fence.held(runs, taking_back())
     own = receipts.step == step_key(), receipts.effect == literal(Effect.SIGNAL.value, String)
     deleted = delete(receipts.table).where(*receipts.of_locked(held), *own).returning(receipts.step).cte("deleted")
     given = (

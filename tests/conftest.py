@@ -17,6 +17,7 @@ from tests.support import Base
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--postgres", metavar="BIN_DIR", help="run on the PostgreSQL whose programs are in this folder")
+    parser.addoption("--guards", action="store_true", help="guard every run class; see tests/__init__.py")
 
 
 @pytest.fixture(scope="session")
