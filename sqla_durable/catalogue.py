@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.elements import ClauseElement
 
+from sqla_durable.guard import PREFIX
 from sqla_durable.mapping import owned_checks, owned_indexes, plain_dialect, storage_parameters
 
 _SHADOW: Final = "sqla_durable_shadow"
@@ -37,6 +38,31 @@ _LIST: Final = re.compile(
     r"""\((\w+|"(?:[^"]|"")+")\)::text (= ANY|<> ALL) """
     r"""\(\(ARRAY\[((?:'(?:[^']|'')*'::character varying(?:, )?)+)\]\)::text\[\]\)"""
 )
+_GUARD: Final = text(
+    "SELECT format('%I.%I', n.nspname, proname) AS function, prosrc AS source,"
+    " pg_get_functiondef(p.oid) AS definition, tgname AS name, pg_get_triggerdef(t.oid) AS trigger,"
+    " tgenabled = 'O' AS enabled"
+    " FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid JOIN pg_namespace n ON n.oid = pronamespace"
+    " WHERE tgrelid = to_regclass(:table) AND NOT tgisinternal AND starts_with(tgname, :prefix) ORDER BY tgname"
+)
+
+
+@dataclass(frozen=True)
+class GuardThere:
+    """The guard that a table has.
+
+    :param function: the quoted name of its function, with its schema.
+    :param source: the function's source.
+    :param definition: the statement that creates the function.
+    :param triggers: the statements that create the triggers, by name.
+    :param enabled: whether all of the triggers fire.
+    """
+
+    function: str
+    source: str
+    definition: str
+    triggers: Mapping[str, str]
+    enabled: bool
 
 
 @dataclass(frozen=True)
@@ -85,6 +111,19 @@ def wanted(connection: Connection, table: Table, there: Catalogue) -> Catalogue:
         indexes={name: found.indexes.get(name, "") for name in owned_indexes(table) if name in there.indexes},
         storage=storage_parameters(table),
     )
+
+
+def guard_there(connection: Connection, table: str) -> GuardThere | None:
+    """Return the guard that a table has, if it has one.
+
+    :param table: its quoted name, with its schema.
+    """
+    rows = connection.execute(_GUARD, {"table": table, "prefix": PREFIX}).all()
+    if not rows:
+        return None
+    first, triggers = rows[0], {row.name: row.trigger for row in rows}
+    enabled = all(row.enabled for row in rows)
+    return GuardThere(first.function, first.source, first.definition, triggers, enabled)
 
 
 def as_written(definition: str) -> str:

@@ -28,21 +28,19 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.dialects.postgresql.base import PGDialect
 
 from sqla_durable.exc import ConfigurationError
+from sqla_durable.mapping import notes, plain_dialect, shortened
 
+PREFIX: Final = "durable_guard_"
+"""How the names of a guard's function and triggers begin."""
 OVERRIDES: Final = "durable_override"
 _INFO: Final = "sqla_durable.guard"
 _OVERRIDES_INFO: Final = "sqla_durable.overrides"
-_LONGEST: Final = 63
 _DIGEST: Final = 8
 
 SchemaOf = Callable[[Table], str | None]
 """Says in which schema a table is, where a ``schema_translate_map`` has it elsewhere than declared."""
-
-_make: Any = PGDialect
-_preparer: Any = _make(paramstyle="named").identifier_preparer  # with the driver's style, percent signs are doubled
 
 
 def declared_schema(table: Table) -> str | None:
@@ -134,7 +132,7 @@ class Guard:
 
 def guard_of(table: Table) -> Guard | None:
     """Return the guard of a table; None where it has none."""
-    guard: Guard | None = table.info.get(_INFO)
+    guard: Guard | None = notes(table).get(_INFO)
     return guard
 
 
@@ -145,8 +143,8 @@ def is_guarded(run: type[Any]) -> bool:
 
 def attach(table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callable[[Table], str]], str]) -> None:
     """Give a table a guard, which is created and dropped with it."""
-    guard = Guard(table, _shortened(f"durable_guard_{table.name}"), triggers, body)
-    table.info[_INFO] = guard
+    guard = Guard(table, shortened(f"{PREFIX}{table.name}"), triggers, body)
+    notes(table)[_INFO] = guard
 
     def schema_of(target: Table, connection: Connection) -> SchemaOf:
         """Where tables are as ``target`` is created: itself, or a copy of it in another schema."""
@@ -173,7 +171,7 @@ def overrides_of(table: Table) -> Table:
     known = table.metadata.tables.get(name)
     if known is None:
         return _overrides(table)
-    if not known.info.get(_OVERRIDES_INFO):
+    if not notes(known).get(_OVERRIDES_INFO):
         raise ConfigurationError(
             f"the table {known.fullname!r} is one of your own, but guards record there what was written in spite of "
             "them; give it another name."
@@ -185,7 +183,7 @@ def _overrides(table: Table) -> Table:
     return Table(
         OVERRIDES,
         table.metadata,
-        Column("id", BigInteger, Identity(), primary_key=True),
+        Column("id", BigInteger, Identity(), primary_key=True, info={_OVERRIDES_INFO: True}),
         Column("table_name", Text, nullable=False),
         Column("row_key", JSONB),
         Column("operation", String(10), nullable=False),
@@ -196,7 +194,6 @@ def _overrides(table: Table) -> Table:
         Column("written_by", Text, nullable=False, server_default=text("session_user")),
         Column("written_at", DateTime(timezone=True), nullable=False, server_default=text("clock_timestamp()")),
         schema=BLANK_SCHEMA if table.schema is None else table.schema,
-        info={_OVERRIDES_INFO: True},
     )
 
 
@@ -239,14 +236,16 @@ END
 
 def quoted(name: str) -> str:
     """Return an identifier as SQLAlchemy writes it."""
-    result: str = _preparer.quote(name)
+    result: str = plain_dialect().identifier_preparer.quote(name)
     return result
 
 
 def qualified(table: Table, name: str, schema_of: SchemaOf) -> str:
     """Return a name in the schema of a table."""
     schema = schema_of(table)
-    return quoted(name) if schema is None else f"{_preparer.quote_schema(schema)}.{quoted(name)}"
+    return (
+        quoted(name) if schema is None else f"{plain_dialect().identifier_preparer.quote_schema(schema)}.{quoted(name)}"
+    )
 
 
 def literal(value: str) -> str:
@@ -258,14 +257,6 @@ def literal(value: str) -> str:
 def literals(values: Iterable[str]) -> str:
     """Return string literals as ``IN`` takes them."""
     return ", ".join(literal(value) for value in values)
-
-
-def _shortened(name: str) -> str:
-    """Return a name that PostgreSQL does not cut off, in bytes, and that differs where the whole name does."""
-    encoded = name.encode()
-    if len(encoded) <= _LONGEST:
-        return name
-    return f"{encoded[: _LONGEST - _DIGEST - 1].decode(errors='ignore')}_{_digest(name)}"
 
 
 def _digest(value: str) -> str:

@@ -94,12 +94,12 @@ def add_unique_index(name: str, columns: Sequence[Column[Any]], where: ColumnEle
     named = _name(table, Index, name, always=True)
     index = Index(named, *columns, unique=True, postgresql_where=where, info={_OWNED: True}, **options)
     index.name = _final_name(index)
-    table.info[f"{_INFO}.{name}"] = index.name
+    notes(table)[f"{_INFO}.{name}"] = index.name
 
 
 def unique_index(table: Table, name: str) -> str | None:
     """Return by which name PostgreSQL reports the violation of an index that :func:`add_unique_index` added, if any."""
-    found: str | None = table.info.get(f"{_INFO}.{name}")
+    found: str | None = notes(table).get(f"{_INFO}.{name}")
     return found
 
 
@@ -114,6 +114,15 @@ def set_fillfactor(table: Table, percent: int) -> None:
         # SQLAlchemy 2.0 has no storage parameters, but what it writes after USING it writes as it is. A statement
         # sent after CREATE TABLE would not come out of Alembic's autogenerate.
         table.dialect_kwargs["postgresql_using"] = f"heap WITH (fillfactor = {percent})"
+
+
+def notes(table: Table) -> dict[str, Any]:
+    """Return where this library notes what it knows of a table; a copy of the table has a copy of the notes.
+
+    They are those of the key's first column: Alembic writes the ``info`` of a table into the migration.
+    """
+    notes: dict[str, Any] = table.primary_key.columns[0].info
+    return notes
 
 
 def storage_parameters(table: Table) -> dict[str, str]:

@@ -110,6 +110,13 @@ UNION ALL
 SELECT 'storage', oid::regclass::text, '', array_to_string(ARRAY(SELECT unnest(reloptions) ORDER BY 1), ' ')
   FROM pg_class WHERE relkind = 'r' AND relnamespace = '{schema}'::regnamespace
 UNION ALL
+SELECT 'function', proname, '', pg_get_functiondef(oid) FROM pg_proc
+ WHERE prokind = 'f' AND pronamespace = '{schema}'::regnamespace
+UNION ALL
+SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(t.oid) || tgenabled::text
+  FROM pg_trigger t JOIN pg_class c ON c.oid = tgrelid
+ WHERE NOT tgisinternal AND relnamespace = '{schema}'::regnamespace
+UNION ALL
 SELECT 'type', typname, '', '' FROM pg_type
  WHERE typtype IN ('e', 'd') AND typnamespace = '{schema}'::regnamespace
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import DBAPIError
 
 from tests.support_alembic import NOTHING_NEW, PLUGIN, USUAL, Project, script
 
@@ -17,6 +19,9 @@ HELD = [
 LET_GO = [(new, old) for old, new in HELD]
 RENAMED = ('RUNNING = "running"', 'RUNNING = "under way"')
 ONE_IN_FLIGHT = ("lapsed=PlanStatus.READY,", 'lapsed=PlanStatus.READY,\n        one_in_flight=("note",),')
+GUARDED = ('__tablename__ = "plan"\n', '__tablename__ = "plan"\n    __guard__ = True\n')
+UNGUARDED = GUARDED[::-1]
+FORBIDDEN = "UPDATE plan SET status = 'done'"
 
 
 @pytest.fixture
@@ -46,6 +51,15 @@ def assert_there_and_back(project: Project, before: set[tuple[str, ...]]) -> Non
 def change_models(project: Project, *changes: tuple[str, str]) -> None:
     for old, new in changes:
         project.change("app/models.py", old, new)
+
+
+def fill_in(project: Project, statement: str) -> None:
+    """Write a statement where the last migration has proposed one."""
+    file = max((project.folder / "migrations/versions").glob("*.py"), key=lambda each: each.stat().st_mtime_ns)
+    upgrade, _, downgrade = file.read_text().partition("def downgrade")
+    proposed = re.search(r"# op\.execute\(.*\)", upgrade)
+    assert proposed
+    file.write_text(f"{upgrade.replace(proposed[0], f'op.execute({statement!r})')}def downgrade{downgrade}")
 
 
 def test_a_status_that_is_added_can_be_written_after_the_migration(project: Project) -> None:
@@ -86,10 +100,8 @@ def test_a_status_is_renamed_with_one_line_in_the_migration(project: Project) ->
     change_models(project, RENAMED)
     project.alembic("revision --autogenerate -m next")
     assert "1 rows are in a status" in project.refused("upgrade head")
-    proposed = "# op.execute(\"UPDATE plan SET status = '...' WHERE status IN ('running')\")"
-    written = "op.execute(\"UPDATE plan SET status = 'under way' WHERE status = 'running'\")"
-    file = max((project.folder / "migrations/versions").glob("*.py"), key=lambda each: each.stat().st_mtime_ns)
-    project.change(str(file.relative_to(project.folder)), proposed, written)
+    assert "# op.execute(\"UPDATE plan SET status = '...' WHERE status IN ('running')\")" in project.migrations()[-1]
+    fill_in(project, "UPDATE plan SET status = 'under way' WHERE status = 'running'")
     assert NOTHING_NEW in project.alembic("upgrade head", "check")
     assert project.sql("SELECT status, lease_owner FROM plan") == [("under way", "w")]
     told = project.refused("downgrade -1")
@@ -181,3 +193,96 @@ def test_the_sql_of_changed_statuses_can_be_applied_by_somebody_else(
     (new,) = project.sql("SELECT version_num FROM alembic_version")[0]
     project.psql(script(project.alembic(f"downgrade {new}:{old} --sql")), bin_dir)
     assert project.catalogue() == before
+
+
+def is_refused(project: Project) -> bool:
+    project.sql("INSERT INTO plan (status) VALUES ('pending')")
+    told = ""
+    try:
+        project.sql(FORBIDDEN)
+    except DBAPIError as error:
+        told = str(error)
+    project.sql("DELETE FROM plan")
+    return "its status would go from pending to done" in told
+
+
+def test_a_guard_comes_and_goes_with_migrations(project: Project) -> None:
+    migrate(project)
+    bare = project.catalogue()
+    change_models(project, GUARDED)
+    assert NOTHING_NEW in migrate(project)
+    assert "sqla_durable import" not in project.migrations()[-1]
+    assert is_refused(project)
+    assert_there_and_back(project, bare)
+    assert is_refused(project)
+
+
+def test_a_guard_that_is_no_longer_wanted_is_dropped_and_comes_back_with_the_downgrade(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    guarded = project.catalogue()
+    assert is_refused(project)
+    change_models(project, UNGUARDED)
+    assert NOTHING_NEW in migrate(project)
+    assert not is_refused(project)
+    assert_there_and_back(project, guarded)
+
+
+def test_a_guard_follows_the_edges_that_are_declared(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    guarded = project.catalogue()
+    change_models(
+        project,
+        ("PlanStatus.PENDING: {PlanStatus.READY}", "PlanStatus.PENDING: {PlanStatus.READY, PlanStatus.FAILED}"),
+    )
+    project.sql("INSERT INTO plan (status) VALUES ('pending')")
+    with pytest.raises(DBAPIError, match="its status would go from pending to failed"):
+        project.sql("UPDATE plan SET status = 'failed', finished_at = now()")
+    assert NOTHING_NEW in migrate(project)
+    project.sql("UPDATE plan SET status = 'failed', finished_at = now()", "DELETE FROM plan")
+    assert_there_and_back(project, guarded)
+
+
+def test_a_status_of_a_guarded_table_is_renamed_with_one_line_in_the_migration(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    project.sql("INSERT INTO plan (status) VALUES ('pending')")
+    change_models(project, ('"pending"', '"waiting"'))
+    project.alembic("revision --autogenerate -m next")
+    fill_in(project, "UPDATE plan SET status = 'waiting' WHERE status = 'pending'")
+    assert NOTHING_NEW in project.alembic("upgrade head", "check")
+    assert project.sql("SELECT status FROM plan") == [("waiting",)]
+
+
+def test_a_guard_that_somebody_has_switched_off_is_seen(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    project.sql("ALTER TABLE plan DISABLE TRIGGER durable_guard_update")
+    assert "Detected changed guard of table 'plan'" in project.refused("check")
+
+
+def test_the_guard_of_a_table_that_is_removed_goes_with_it_and_comes_back(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    guarded = project.catalogue()
+    project.write("app/models.py", "from app.base import Base\n")
+    assert NOTHING_NEW in migrate(project)
+    assert project.catalogue() == set()
+    project.alembic("downgrade -1")
+    assert project.catalogue() == guarded
+    assert is_refused(project)
+
+
+def test_guards_in_the_sql_that_somebody_else_applies(project: Project, pytestconfig: pytest.Config) -> None:
+    bin_dir = pytestconfig.getoption("--postgres")
+    change_models(project, GUARDED)
+    migrate(project)
+    guarded = project.catalogue()
+    project.start_anew()
+    project.psql(script(project.alembic("upgrade head --sql")), bin_dir)
+    assert project.catalogue() == guarded
+    assert NOTHING_NEW in project.alembic("check")
+    (revision,) = project.sql("SELECT version_num FROM alembic_version")[0]
+    project.psql(script(project.alembic(f"downgrade {revision}:base --sql")), bin_dir)
+    assert project.catalogue() == set()

@@ -1,4 +1,4 @@
-"""What has changed in a table of this library that Alembic does not compare: checks, partial indexes, storage."""
+"""What Alembic does not compare in a table of this library: what is in checks and indexes, storage, and the guard."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sqlalchemy import CheckConstraint, Index, Table
 from sqlalchemy.schema import conv
 
 from sqla_durable import catalogue
+from sqla_durable.alembic.guards import compare_guards
 from sqla_durable.alembic.operation import SqlOp, verbatim
 from sqla_durable.alembic.removal import refusal, values_in
 from sqla_durable.catalogue import Catalogue, as_written, written
@@ -33,11 +34,14 @@ def compare(
 ) -> PriorityDispatchResult:
     """Add the operations that Alembic's own comparison of a table leaves out."""
     connection = context.connection
-    if connection is not None and there is not None and table is not None and connection.dialect.name == "postgresql":
+    if connection is None or connection.dialect.name != "postgresql":
+        return PriorityDispatchResult.CONTINUE
+    if there is not None and table is not None:
         found = catalogue.existing(connection, there)
         wanted = catalogue.wanted(connection, table, found)
         comparison = _Comparison(context, modified, there, table, found, wanted)
         modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
+    compare_guards(connection, modified, there, table)
     return PriorityDispatchResult.CONTINUE
 
 

@@ -1,0 +1,49 @@
+"""What has changed in the guard of a table: replaced as a whole, with the text of both in the migration."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from alembic.operations import ops
+from sqlalchemy import Connection, Table
+
+from sqla_durable import catalogue
+from sqla_durable.alembic.operation import SqlOp
+from sqla_durable.catalogue import GuardThere
+from sqla_durable.guard import Guard, guard_of
+from sqla_durable.mapping import plain_dialect
+
+_log: Final = logging.getLogger(__name__)
+
+
+def compare_guards(
+    connection: Connection, modified: ops.ModifyTableOps, there: Table | None, table: Table | None
+) -> None:
+    """Drop the guard that a table has, and create the one that it wants, where they differ.
+
+    It is dropped before all else, since it holds on to columns and would refuse rows another status; and created after
+    all else.
+    """
+    name = None if there is None else catalogue.qualified(connection, there)
+    found = None if name is None else catalogue.guard_there(connection, name)
+    wanted = None if table is None else guard_of(table)
+    if _is_same(found, wanted):
+        return
+    _log.info("Detected changed guard of table %r", modified.table_name)
+    if found is not None and name is not None:
+        modified.ops.insert(0, _dropping(name, found))
+    if wanted is not None:
+        modified.ops.append(SqlOp(wanted.create(), wanted.drop()))
+
+
+def _is_same(found: GuardThere | None, wanted: Guard | None) -> bool:
+    if found is None or wanted is None:
+        return found is None and wanted is None
+    return found.enabled and found.source == wanted.source() and found.triggers.keys() == wanted.triggers.keys()
+
+
+def _dropping(table: str, found: GuardThere) -> SqlOp:
+    quote = plain_dialect().identifier_preparer.quote
+    triggers = [f"DROP TRIGGER {quote(name)} ON {table}" for name in found.triggers]
+    return SqlOp([*triggers, f"DROP FUNCTION {found.function}()"], [found.definition, *found.triggers.values()])
