@@ -89,6 +89,7 @@ def test_the_fence_only_ever_grows_and_attempts_start_anew_with_another_life(
     assert [*issued, (again.lease.fence, again.lease.attempt)] == [(1, 1), (2, 2), (4, 1)]
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("status", [status for status in PlanStatus if status is not PlanStatus.APPROVED])
 def test_only_a_ready_run_is_claimed(
     engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], status: PlanStatus

@@ -73,6 +73,7 @@ PAY_AGAIN = (
 )
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize(
     ("statement", "what", "fault"),
     [

@@ -178,6 +178,7 @@ def waits(run: Any) -> None:
     run.operation("b", start=lambda: 7, poll=lambda ids: PENDING)
 
 
+@pytest.mark.past_guards
 def test_a_run_with_an_open_operation_before_the_step_is_not_forked(version: Version) -> None:
     version.function("job", waits)
     handle = version.start("job")

@@ -937,6 +937,7 @@ ROWS = {
 }
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("case", ROWS)
 def test_the_states_of_an_operation_are_checked_whoever_writes_them(
     engine: Engine, plans: Runs[Plan], ident: UUID, case: str

@@ -334,6 +334,7 @@ def test_reaping_touches_no_column_of_the_users(
 # nothing but what has lapsed
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("status", [status for status in PlanStatus if status is not PlanStatus.EXECUTING])
 def test_a_run_in_any_other_status_is_left_as_it_is(
     engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], status: PlanStatus

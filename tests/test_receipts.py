@@ -56,6 +56,7 @@ ROWS = {
 }
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("case", ROWS)
 def test_a_committed_receipt_has_exactly_one_outcome_whoever_writes_it(
     engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], case: str
@@ -76,6 +77,7 @@ def test_a_committed_receipt_has_exactly_one_outcome_whoever_writes_it(
         assert plans.receipts(ident) == ()
 
 
+@pytest.mark.past_guards
 def test_a_recorded_receipt_cannot_be_opened_again_and_committed(
     engine: Engine, plans: Runs[Plan], run: Run[Plan]
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_recorded_receipt_cannot_be_opened_again_and_committed(
     assert plans.receipts(run.row.id)[0].outcome is StepOutcome.SUCCEEDED
 
 
+@pytest.mark.past_guards
 def test_a_receipt_needs_its_run_and_goes_with_it(engine: Engine, plans: Runs[Plan], run: Run[Plan]) -> None:
     run.step("a", write_entry, "a")
     run.external("b", lambda: 1)
