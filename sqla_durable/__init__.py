@@ -67,11 +67,23 @@ from sqla_durable.functions import (
     function_statuses,
 )
 from sqla_durable.gather import Call, call, keyed_call
+from sqla_durable.ids import uuid7
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.listing import RunConditions, RunSummary
+from sqla_durable.monthly import Monthly
 from sqla_durable.operation import PENDING, Pending
+from sqla_durable.partitions import (
+    Partition,
+    PartitionKept,
+    PartitionsCreated,
+    PartitionsDropped,
+    create_partitions,
+    drop_partitions,
+    partition_sql,
+    partitions_of,
+)
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
@@ -113,6 +125,7 @@ __all__ = [
     "LeaseMixin",
     "Lifecycle",
     "LostLease",
+    "Monthly",
     "NestedStep",
     "NotAnswered",
     "NotIssued",
@@ -120,6 +133,10 @@ __all__ = [
     "OperationFailed",
     "OperationUnknown",
     "Outcome",
+    "Partition",
+    "PartitionKept",
+    "PartitionsCreated",
+    "PartitionsDropped",
     "Pending",
     "PriorityMixin",
     "Rate",
@@ -164,7 +181,12 @@ __all__ = [
     "Work",
     "Worker",
     "call",
+    "create_partitions",
+    "drop_partitions",
     "function_lifecycle",
     "function_statuses",
     "keyed_call",
+    "partition_sql",
+    "partitions_of",
+    "uuid7",
 ]
