@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from hashlib import sha256
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 from uuid import UUID, uuid4
 
 from sqlalchemy import DDL, Column, Date, DateTime, Table, Uuid, event
-from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.schema import conv
 
 from sqla_durable.exc import ConfigurationError
@@ -85,7 +85,7 @@ class Partitioned:
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
                 f"SET CONSTRAINTS {self.qualified(schema, self.guard[0])} IMMEDIATE",
-                f"{moved} INSERT INTO {name} SELECT * FROM moved",
+                f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"
         return [*statements, attach, *self._guarding(name)]
@@ -163,7 +163,7 @@ def configure(
     # A fixed name: it is in no metadata, so that no naming convention applies, and Alembic does not look for it.
     named = None if guard is None else (shortened(f"fk_{table.name}", "_unsealed"), *guard)
     partitioned = Partitioned(table, column, kind, fillfactor, named)
-    table.dialect_kwargs["postgresql_partition_by"] = f"RANGE ({quoted(column.name)})"
+    table.dialect_kwargs["postgresql_partition_by"] = f"RANGE ({partitioned.column_name})".replace("%", "%%")
     table.info[_INFO] = partitioned
     table.info[AFTER_CREATE] = partitioned.create_default(table.schema)
 
@@ -201,7 +201,8 @@ def following(month: date) -> date:
 
 def quoted(name: str) -> str:
     """Return a name as SQL has it."""
-    return str(cast("Any", postgresql.dialect)().identifier_preparer.quote(conv(name)))
+    make: Any = PGDialect
+    return str(make(paramstyle="named").identifier_preparer.quote(conv(name)))  # that of the driver doubles "%"
 
 
 def shortened(name: str, suffix: str) -> str:
@@ -215,8 +216,10 @@ def shortened(name: str, suffix: str) -> str:
 
 def _position(cls: type[Any], runs: Rows[Any], partition: Monthly) -> tuple[int, Kind]:
     """Return which column of the run's key says the month, and what is in it."""
-    kinds = {runs.attribute(column): (at, _kind(column)) for at, column in enumerate(runs.key)}
-    able = {name: (at, kind) for name, (at, kind) in kinds.items() if kind is not None}
+    able: dict[str, tuple[int, Kind]] = {}
+    for at, column in enumerate(runs.key):
+        if (kind := _kind(column)) is not None:
+            able[runs.attribute(column)] = at, kind
     run, key = runs.entity.__name__, ", ".join(runs.attribute(column) for column in runs.key)
     if partition.column is not None:
         able = {name: found for name, found in able.items() if name == partition.column}
