@@ -1,11 +1,13 @@
 """How migrations find the models and the database. This file is yours: change what does not fit."""
 
 import os
+from functools import cache
 from logging.config import fileConfig
 from pkgutil import resolve_name
 from typing import Any
 
 from alembic import context
+from alembic.operations.ops import CreateTableOp, ExecuteSQLOp
 from alembic.util import CommandError
 from sqlalchemy import JSON, URL, Column, Connection, Engine, Enum, MetaData, engine_from_config, event, make_url, pool
 
@@ -13,6 +15,15 @@ config = context.config
 
 # Checks are compared by their names, so that those of a mixin added to an existing table are not left out.
 PLUGINS = ["alembic.autogenerate.*", "alembic.ext.checkconstraint_byname"]
+
+PARTITIONS = """
+SELECT nspname, relname, NULL FROM pg_catalog.pg_class JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+ WHERE relispartition
+UNION ALL
+SELECT nspname, relname, conname FROM pg_catalog.pg_constraint JOIN pg_catalog.pg_class ON pg_class.oid = conrelid
+  JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+ WHERE contype = 'f' AND conparentid <> 0
+"""
 
 
 def find_metadata() -> MetaData:
@@ -66,6 +77,16 @@ def include_object(_object: Any, _name: str | None, type_: str, reflected: bool,
     return not (type_ == "check_constraint" and reflected and compare_to is None)
 
 
+def add_partitions(_context: Any, _revision: Any, scripts: list[Any]) -> None:
+    """After a partitioned table is created, create the partition without which it takes no row."""
+    for script in scripts:
+        for upgrade in script.upgrade_ops_list:
+            for operation in [each for each in upgrade.ops if isinstance(each, CreateTableOp)]:
+                after = operation.info.pop("sqla_durable.after_create", ())
+                at = upgrade.ops.index(operation) + 1
+                upgrade.ops[at:at] = [ExecuteSQLOp(statement) for statement in after]
+
+
 def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
     """Say what ``--autogenerate`` and ``alembic check`` look at."""
     default = connection.dialect.default_schema_name
@@ -78,7 +99,19 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         connection.dialect.default_schema_name = default = ""
     schemas = {schema or default for schema in named}
 
-    def include_name(name: str | None, type_: str, _parents: Any) -> bool:
+    @cache
+    def partitions() -> set[tuple[str, str, str | None]]:
+        # Not before it is asked for: Alembic would take a transaction that has begun for one that is not its own.
+        return {(schema, table, key) for schema, table, key in connection.exec_driver_sql(PARTITIONS)}
+
+    def include_name(name: str | None, type_: str, parents: Any) -> bool:
+        # A partition comes and goes with its month, and so does a part of a foreign key that refers to one.
+        if type_ == "table" and name is not None:
+            schema = parents["schema_name"]
+            known = (name if schema is None else f"{schema}.{name}") in metadata.tables
+            return known or (schema or default, name, None) not in partitions()
+        if type_ == "foreign_key_constraint":
+            return (parents["schema_name"] or default, parents["table_name"], name) not in partitions()
         # Only schemas that the models use: what is in another one is not theirs to drop.
         return type_ != "schema" or (name or default) in schemas
 
@@ -88,6 +121,7 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         "include_name": include_name,
         "include_object": include_object,
         "include_schemas": schemas != {default},
+        "process_revision_directives": add_partitions,
         "version_table_schema": version_table_schema,
     }
 

@@ -13,6 +13,7 @@ from datetime import UTC, date, datetime
 from hashlib import sha256
 from typing import Any, Final, Literal
 from uuid import UUID, uuid4
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import DDL, Column, Date, DateTime, Table, Uuid, event
 from sqlalchemy.dialects.postgresql.base import PGDialect
@@ -23,7 +24,6 @@ from sqla_durable.rows import Rows
 
 AFTER_CREATE: Final = "sqla_durable.after_create"
 """Where a table's ``info`` has the SQL that must follow its ``CREATE TABLE``, for Alembic's autogenerate."""
-_INFO: Final = "sqla_durable.partitioned"
 _LONGEST_NAME: Final = 63
 _RANDOM: Final = "gen_random_uuid", "uuid_generate_v4", "uuidv4"
 _COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
@@ -134,6 +134,10 @@ class Partitioned:
         return [f"ALTER TABLE {partition} ADD CONSTRAINT {quoted(name)} {key}"]
 
 
+# Not in the table's info, which Alembic writes into migrations as it is.
+_partitioned: WeakKeyDictionary[Table, Partitioned] = WeakKeyDictionary()
+
+
 def configure(
     rows: Rows[Any],
     runs: Rows[Any],
@@ -164,7 +168,7 @@ def configure(
     named = None if guard is None else (shortened(f"fk_{table.name}", "_unsealed"), *guard)
     partitioned = Partitioned(table, column, kind, fillfactor, named)
     table.dialect_kwargs["postgresql_partition_by"] = f"RANGE ({partitioned.column_name})".replace("%", "%%")
-    table.info[_INFO] = partitioned
+    _partitioned[table] = partitioned
     table.info[AFTER_CREATE] = partitioned.create_default(table.schema)
 
     def create(target: Table, connection: Any, **_: Any) -> None:
@@ -176,8 +180,7 @@ def configure(
 
 def partitioned(table: Table) -> Partitioned | None:
     """Return how a table is partitioned, if it is."""
-    found: Partitioned | None = table.info.get(_INFO)
-    return found
+    return _partitioned.get(table)
 
 
 def schema_of(table: Table, connection: Any) -> str | None:
