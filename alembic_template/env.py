@@ -1,18 +1,28 @@
 """How migrations find the models and the database. This file is yours: change what does not fit."""
 
 import os
+from functools import cache
 from logging.config import fileConfig
 from pkgutil import resolve_name
 from typing import Any
 
 from alembic import context
 from alembic.util import CommandError
-from sqlalchemy import JSON, URL, Column, Connection, Engine, Enum, MetaData, engine_from_config, event, make_url, pool
+from sqlalchemy import URL, Connection, Engine, MetaData, engine_from_config, event, make_url, pool
 
 config = context.config
 
 # Checks are compared by their names too, so that one of your own is not left out of an existing table.
 PLUGINS = ["alembic.autogenerate.*", "alembic.ext.checkconstraint_byname"]
+
+PARTITIONS = """
+SELECT nspname, relname, NULL FROM pg_catalog.pg_class JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+ WHERE relispartition
+UNION ALL
+SELECT nspname, relname, conname FROM pg_catalog.pg_constraint JOIN pg_catalog.pg_class ON pg_class.oid = conrelid
+  JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+ WHERE contype = 'f' AND conparentid <> 0
+"""
 
 
 def find_metadata() -> MetaData:
@@ -45,7 +55,7 @@ def find_url() -> URL:
 
 
 def find_plugins() -> list[str]:
-    """Add what compares statuses, indexes, storage parameters and guards, if it is installed.
+    """Add what compares statuses, indexes, storage parameters, guards and partitions, if it is installed.
 
     Migrations need nothing of it, and work when it is gone.
     """
@@ -54,23 +64,6 @@ def find_plugins() -> list[str]:
     except ImportError:
         return PLUGINS
     return [*PLUGINS, register()]
-
-
-def compare_server_default(
-    _context: Any, inspected_column: Column[Any], column: Column[Any], *_defaults: str | None
-) -> bool | None:
-    """Have PostgreSQL itself compare server defaults, except where it cannot.
-
-    JSON has no equality, and a member of a native enum none with a text.
-    """
-    if type(column.type) is JSON:
-        return False
-    return True if is_native_enum(inspected_column) and not is_native_enum(column) else None
-
-
-def is_native_enum(column: Column[Any]) -> bool:
-    """Say whether a column is of a type of its own in the database."""
-    return isinstance(column.type, Enum) and column.type.native_enum
 
 
 def include_object(_object: Any, _name: str | None, type_: str, reflected: bool, compare_to: Any) -> bool:
@@ -90,13 +83,25 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         connection.dialect.default_schema_name = default = ""
     schemas = {schema or default for schema in named}
 
-    def include_name(name: str | None, type_: str, _parents: Any) -> bool:
+    @cache
+    def partitions() -> set[tuple[str, str, str | None]]:
+        # Not before it is asked for: Alembic would take a transaction that has begun for one that is not its own.
+        return {(schema, table, key) for schema, table, key in connection.exec_driver_sql(PARTITIONS)}
+
+    def include_name(name: str | None, type_: str, parents: Any) -> bool:
+        # A partition comes and goes with its month, and so does a part of a foreign key that refers to one.
+        if type_ == "table" and name is not None:
+            schema = parents["schema_name"]
+            known = (name if schema is None else f"{schema}.{name}") in metadata.tables
+            return known or (schema or default, name, None) not in partitions()
+        if type_ == "foreign_key_constraint":
+            return (parents["schema_name"] or default, parents["table_name"], name) not in partitions()
         # Only schemas that the models use: what is in another one is not theirs to drop.
         return type_ != "schema" or (name or default) in schemas
 
     return {
         "autogenerate_plugins": find_plugins(),
-        "compare_server_default": compare_server_default,
+        "compare_server_default": True,
         "include_name": include_name,
         "include_object": include_object,
         "include_schemas": schemas != {default},

@@ -69,11 +69,23 @@ from sqla_durable.functions import (
 )
 from sqla_durable.gather import Call, call, keyed_call
 from sqla_durable.guard import Guard, guard_of
+from sqla_durable.ids import uuid7
 from sqla_durable.key import KeyMixin
 from sqla_durable.lease import Lease, LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.listing import RunConditions, RunSummary
+from sqla_durable.monthly import Monthly
 from sqla_durable.operation import PENDING, Pending
+from sqla_durable.partitions import (
+    Partition,
+    PartitionKept,
+    PartitionsCreated,
+    PartitionsDropped,
+    create_partitions,
+    drop_partitions,
+    partition_sql,
+    partitions_of,
+)
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.receipt import Effect, Receipt, ReceiptMixin, StepOutcome
 from sqla_durable.retry import Retry
@@ -118,6 +130,7 @@ __all__ = [
     "LeaseMixin",
     "Lifecycle",
     "LostLease",
+    "Monthly",
     "NestedStep",
     "NotAnswered",
     "NotIssued",
@@ -125,6 +138,10 @@ __all__ = [
     "OperationFailed",
     "OperationUnknown",
     "Outcome",
+    "Partition",
+    "PartitionKept",
+    "PartitionsCreated",
+    "PartitionsDropped",
     "Pending",
     "PriorityMixin",
     "Rate",
@@ -169,9 +186,14 @@ __all__ = [
     "Work",
     "Worker",
     "call",
+    "create_partitions",
+    "drop_partitions",
     "function_lifecycle",
     "function_statuses",
     "guard_of",
     "guard_violation",
     "keyed_call",
+    "partition_sql",
+    "partitions_of",
+    "uuid7",
 ]

@@ -42,6 +42,7 @@ from sqla_durable.guarded_receipts import guard_receipts
 from sqla_durable.mapping import add_check, add_foreign_key, when_mapped
 from sqla_durable.outcome import Effect as Effect  # noqa: PLC0414 - a receipt's words are had from here
 from sqla_durable.outcome import StepOutcome as StepOutcome  # noqa: PLC0414
+from sqla_durable.monthly import Monthly, configure, partitioned
 from sqla_durable.owned import OwnedRows, of_run_class
 from sqla_durable.rows import AnySelect, Ident, among, bound
 
@@ -105,6 +106,7 @@ class _ReceiptColumns:
         input_fingerprint = mapped_column(String(FINGERPRINT_LENGTH))
 
     __run__: ClassVar[type[Any]]
+    __partition__: ClassVar[Monthly | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,7 +121,7 @@ if TYPE_CHECKING:
         The primary key is the run's key columns, each prefixed with the run's table name, and ``step``; the foreign
         key to the run cascades deletes. ``unsealed`` is set while the step's transaction is under way: a deferred
         foreign key from it to a step that cannot exist makes PostgreSQL itself refuse a ``COMMIT`` that a body slips
-        in before its receipt is sealed.
+        in before its receipt is sealed. ``__partition__ = Monthly()`` gives each month's receipts a partition.
         """
 
 else:
@@ -143,13 +145,10 @@ def _configure(mapper: Mapper[Any]) -> None:
     receipts.add_run_key()
     # The unsealed column comes first, or a convention that names a foreign key by its first column gives both
     # foreign keys one name.
-    add_foreign_key(
-        receipts.table,
-        [receipts.unsealed, *receipts.run_key],
-        [receipts.step, *receipts.run_key],
-        deferrable=True,
-        initially="DEFERRED",
-    )
+    guard = [receipts.unsealed, *receipts.run_key], [receipts.step, *receipts.run_key]
+    configure(receipts, receipts.runs, receipts.run_key, guard=guard)
+    if partitioned(receipts.table) is None:
+        add_foreign_key(receipts.table, *guard, deferrable=True, initially="DEFERRED")
     succeeded = and_(receipts.unsealed.is_(None), receipts.result.is_not(None), receipts.error.is_(None))
     failed = and_(receipts.unsealed.is_(None), receipts.result.is_(None), receipts.error.is_not(None))
     under_way = and_(
@@ -226,6 +225,9 @@ class ReceiptRows(OwnedRows):
     @property
     def guard(self) -> str:
         """The name of the constraint that refuses to commit an unsealed receipt."""
+        parts = partitioned(self.table)
+        if parts is not None and parts.guard is not None:
+            return parts.guard[0]
         key = next(key for key in self.unsealed.foreign_keys if key.column is self.step)
         return str(key.constraint and key.constraint.name)
 

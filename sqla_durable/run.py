@@ -32,7 +32,7 @@ from sqlalchemy.orm import Mapped, Mapper, mapped_column
 from sqlalchemy.orm.attributes import get_history, set_committed_value
 from sqlalchemy.orm.base import PASSIVE_NO_INITIALIZE
 
-from sqla_durable import clock, expiry, frozen
+from sqla_durable import clock, expiry, frozen, monthly
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin, deadline
 from sqla_durable.exc import ConfigurationError, UsageError
@@ -63,6 +63,7 @@ class RunMixin(LeaseMixin, TransitionHook):
     __lifecycle__: ClassVar[Lifecycle[Any]]
     __guard__: ClassVar[bool] = False
     """Whether triggers keep the table to the rules, whoever writes to it, and that of its receipts as well."""
+    __partition__: ClassVar[monthly.Monthly | None] = None
     __reserved__ = frozenset(
         {
             *("fence", "attempts", "lease_owner", "lease_expires_at", "cancel_requested_at", "error", "failures"),
@@ -290,7 +291,21 @@ def _configure(mapper: Mapper[Any]) -> None:
     frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
     guard_runs(rows, rows.status, rows.lifecycle)
+    _partition(rows)
     set_fillfactor(rows.table, _FILLFACTOR)
+
+
+def _partition(rows: RunRows[Any]) -> None:
+    """Partition the table if the class says so, unless something must be unique across partitions."""
+    monthly.configure(rows, rows, rows.key, fillfactor=_FILLFACTOR)
+    if monthly.partitioned(rows.table) is None:
+        return
+    unique = "KeyMixin" if rows.idempotency_key is not None else "Lifecycle(one_in_flight=...)" if rows.group else None
+    if unique is not None:
+        raise ConfigurationError(
+            f"{rows.entity.__name__} has {unique}, which needs a unique index of the whole table, and PostgreSQL has "
+            "none across partitions; leave __partition__ away, and partition the receipts instead."
+        )
 
 
 def _refuse_other_types(rows: RunRows[Any]) -> None:

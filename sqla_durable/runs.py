@@ -93,6 +93,8 @@ class Runs(Generic[RunT]):
         """The sessionmaker that it was made with."""
         self.run_class = run
         """The mapped class of its runs."""
+        self.receipt_class = receipt
+        """The mapped class of their receipts."""
 
     # claiming
 

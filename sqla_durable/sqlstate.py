@@ -40,6 +40,7 @@ READ_ONLY = "25006"
 UNDEFINED_TABLE = "42P01"
 GUARD_CLASS = "SD"
 
+_CHECK_VIOLATION = "23514"
 _FEATURE_NOT_SUPPORTED = "0A000"
 _CONFLICTS = {SERIALIZATION_FAILURE, DEADLOCK}
 _TIMEOUTS = {
@@ -70,6 +71,15 @@ def is_outdated(error: BaseException | None) -> bool:
     """
     function = getattr(getattr(getattr(error, "orig", error), "diag", None), "source_function", None)
     return error is not None and sqlstate_of(error) == _FEATURE_NOT_SUPPORTED and function == "RevalidateCachedQuery"
+
+
+def is_misrouted(error: BaseException) -> bool:
+    """Whether a row was on its way into the default partition as that of its month was created; next time it is not.
+
+    It is known by the function of the server that raises it, as above.
+    """
+    function = getattr(getattr(getattr(error, "orig", error), "diag", None), "source_function", None)
+    return sqlstate_of(error) == _CHECK_VIOLATION and function == "ExecPartitionCheckEmitError"
 
 
 def database_errors(error: BaseException) -> Iterator[BaseException]:
@@ -104,6 +114,8 @@ def translate(error: BaseException) -> DurableError | None:
         )
     if is_outdated(error):
         return TransactionConflict(f"a migration changed what a prepared statement returns; do it again: {shown}")
+    if is_misrouted(error):
+        return TransactionConflict(f"the partition of this row's month was created just now; do it again: {shown}")
     if code in _TIMEOUTS:
         return StepTimeout(
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "

@@ -20,6 +20,7 @@ from sqla_durable.alembic.operation import SqlOp, verbatim
 from sqla_durable.alembic.removal import refusal, values_in
 from sqla_durable.catalogue import Catalogue, as_written, written
 from sqla_durable.mapping import owned_checks, owned_indexes, values_of
+from sqla_durable.monthly import partitioned
 
 _log: Final = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def compare(
         wanted = catalogue.wanted(connection, table, found)
         comparison = _Comparison(context, modified, there, table, found, wanted)
         modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
+    if there is None and table is not None and (months := partitioned(table)) is not None:
+        modified.ops.append(SqlOp(months.create_default(table.schema)))
     compare_guards(connection, modified, there, table)
     return PriorityDispatchResult.CONTINUE
 

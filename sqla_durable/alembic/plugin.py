@@ -9,6 +9,7 @@ from alembic.runtime.plugins import Plugin
 from alembic.util import DispatchPriority
 
 from sqla_durable.alembic.comparison import compare
+from sqla_durable.alembic.defaults import compare_defaults
 from sqla_durable.alembic.operation import render_with_whole_text
 
 _NAME: Final = "sqla_durable"
@@ -18,6 +19,8 @@ _NAME: Final = "sqla_durable"
 def set_up() -> str:
     """Register the comparison, if it is not yet, and return the name of the plugin."""
     render_with_whole_text()
+    plugin = Plugin(_NAME)
     # Last, so that what Alembic itself has seen is known, and is not said twice.
-    Plugin(_NAME).add_autogenerate_comparator(compare, "table", "durable", priority=DispatchPriority.LAST)
+    plugin.add_autogenerate_comparator(compare, "table", "durable", priority=DispatchPriority.LAST)
+    plugin.add_autogenerate_comparator(compare_defaults, "column", "server_default", priority=DispatchPriority.FIRST)
     return _NAME

@@ -82,6 +82,8 @@ class AsyncRuns(Generic[RunT]):
         """The sessionmaker that it was made with."""
         self.run_class = run
         """The mapped class of its runs."""
+        self.receipt_class = receipt
+        """The mapped class of their receipts."""
 
     async def claim(self, ident: object, *, run_now: bool = False) -> AsyncRun[RunT] | None:
         """Claim one run. See :meth:`.Runs.claim`."""

@@ -32,6 +32,7 @@ def make_app() -> typer.Typer:
         from sqla_durable.cli.errors import reporting
         from sqla_durable.cli.functions import result, start
         from sqla_durable.cli.operate import cancel, purge, reap, requeue
+        from sqla_durable.cli.partitions import partitions
         from sqla_durable.cli.runs import runs
         from sqla_durable.cli.show import show
         from sqla_durable.cli.worker import worker
@@ -50,7 +51,19 @@ def make_app() -> typer.Typer:
     def root(*, version: bool = shown) -> None:
         """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL."""
 
-    commands: list[Callable[..., None]] = [runs, show, start, result, requeue, cancel, reap, purge, worker, diagram]
+    commands: list[Callable[..., None]] = [
+        runs,
+        show,
+        start,
+        result,
+        requeue,
+        cancel,
+        reap,
+        purge,
+        partitions,
+        worker,
+        diagram,
+    ]
     for command in commands:
         app.command()(reporting(command))
     app.command()(demo)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sqla_durable.cli.target import is_functions, runs_at
 from sqla_durable.exc import RunNotFound
@@ -20,6 +20,8 @@ from sqla_durable.runs import Runs
 
 if TYPE_CHECKING:
     import asyncio
+
+ValueT = TypeVar("ValueT")
 
 
 class OpenRuns:
@@ -100,6 +102,19 @@ class OpenRuns:
     def cancel_all(self, **conditions: Any) -> int:
         """See :meth:`.Runs.cancel_all`; here in a transaction of its own."""
         return int(self._begun(lambda session: self._runs.cancel_all(session, **conditions)))
+
+    def entities(self) -> list[type[Any]]:
+        """The run class and its receipt class."""
+        return [self._runs.run_class, self._runs.receipt_class]
+
+    def transact(self, verb: Callable[..., ValueT], *arguments: Any) -> ValueT:
+        """Call what takes a plain session, in a transaction."""
+
+        def call(session: Any) -> Any:
+            return session.run_sync(verb, *arguments) if self._is_async else verb(session, *arguments)
+
+        answer: ValueT = self._begun(call)
+        return answer
 
     def _begun(self, verb: Callable[[Any], Any]) -> Any:
         """Call a verb in a transaction."""

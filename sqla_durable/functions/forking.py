@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from sqlalchemy import (
     ARRAY,
@@ -32,6 +32,7 @@ from sqla_durable.clock import stamp
 from sqla_durable.exc import KeyConflict, RunNotFound, TransactionConflict, UsageError
 from sqla_durable.fingerprint import fingerprint
 from sqla_durable.functions.model import FunctionRows
+from sqla_durable.ids import uuid7
 from sqla_durable.in_flight import same
 from sqla_durable.receipt import ReceiptRows, StepOutcome
 from sqla_durable.rows import AnyRow, AnySelect, arguments, bound
@@ -78,7 +79,7 @@ class Fork:
             given |= {"idempotency_key": key, "key_fingerprint": payload}
         statement = self._statement(given, on_conflict=key is not None)
         for _ in range(_ROUNDS):
-            parameters = {**self._runs.parameters((source,)), **arguments(fork=uuid4(), steps=list(steps))}
+            parameters = {**self._runs.parameters((source,)), **arguments(fork=uuid7(), steps=list(steps))}
             row = self._connection.execute(statement, parameters).one_or_none()
             if row is not None:
                 return row

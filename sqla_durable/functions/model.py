@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from sqlalchemy import ARRAY, Boolean, Column, ColumnElement, String, Uuid, and_, any_, case, false, or_
 from sqlalchemy.dialects.postgresql import JSONB
@@ -16,6 +16,7 @@ from sqla_durable import clock, wake
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.functions.pacing import PacedMixin
+from sqla_durable.ids import uuid7
 from sqla_durable.key import KeyMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
@@ -117,7 +118,7 @@ class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, Priority
     else:
         __reserved__ = frozenset({"output", "state", "awaited"})
 
-        id = mapped_column(Uuid, primary_key=True, default=uuid4, sort_order=_SORT_ORDER)
+        id = mapped_column(Uuid, primary_key=True, default=uuid7, sort_order=_SORT_ORDER)
         function = mapped_column(String(NAME_LENGTH), nullable=False, sort_order=_SORT_ORDER + 1)
         tenant = mapped_column(String(TENANT_LENGTH), sort_order=_SORT_ORDER + 2)
         input = mapped_column(JSONB(none_as_null=True), sort_order=_SORT_ORDER + 4)

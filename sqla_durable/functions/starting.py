@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects.postgresql import insert
@@ -14,6 +14,7 @@ from sqlalchemy.sql import ClauseElement
 from sqla_durable.exc import KeyConflict, UsageError
 from sqla_durable.fingerprint import fingerprint
 from sqla_durable.functions.model import FunctionRows
+from sqla_durable.ids import uuid7
 from sqla_durable.in_flight import same
 from sqla_durable.start import refuse, scheduled, scheduling
 
@@ -64,7 +65,7 @@ class StartMany:
     def _row(self, values: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         refuse(self._runs, key, values)
         when = scheduling(self._runs)
-        row = {**self._first_values(), **scheduled(values, when), "id": uuid4()}
+        row = {**self._first_values(), **scheduled(values, when), "id": uuid7()}
         if key is not None:
             payload = {name: value for name, value in values.items() if name not in when}
             row |= {"idempotency_key": key, "key_fingerprint": fingerprint(payload)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import StrEnum
 from typing import Any, assert_type
@@ -40,12 +40,17 @@ from sqla_durable import (
     LeaseMixin,
     Lifecycle,
     LostLease,
+    Monthly,
     NestedStep,
     NotAnswered,
     NotIssued,
     OperationFailed,
     OperationUnknown,
     Outcome,
+    Partition,
+    PartitionKept,
+    PartitionsCreated,
+    PartitionsDropped,
     Pending,
     PriorityMixin,
     Rate,
@@ -82,6 +87,11 @@ from sqla_durable import (
     WaitMixin,
     Work,
     Worker,
+    create_partitions,
+    drop_partitions,
+    partition_sql,
+    partitions_of,
+    uuid7,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
 from sqla_durable.testing import expire, lapse, let_pass, make_due, overrun
@@ -681,6 +691,31 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         UndeclaredTransition,
         UsageError,
     ]
+
+
+class MonthlyJob(RunMixin, Base):
+    __tablename__ = "monthly_job"
+    __lifecycle__ = Plan.__lifecycle__
+    __partition__ = Monthly("id")
+    id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
+    status: Mapped[PlanStatus] = plan_statuses.column()
+
+
+class MonthlyStep(ReceiptMixin[MonthlyJob], Base):
+    __tablename__ = "monthly_step"
+    __partition__ = Monthly()
+
+
+async def partitions(session: Session, async_session: AsyncSession) -> None:
+    assert_type(uuid7(), UUID)
+    assert_type(create_partitions(session, MonthlyJob, 3, lock_timeout=timedelta(seconds=1)), PartitionsCreated)
+    assert_type(await async_session.run_sync(create_partitions, MonthlyStep, months=3), PartitionsCreated)
+    assert_type(create_partitions(session, MonthlyStep).created, tuple[Partition, ...])
+    dropped = drop_partitions(session, MonthlyStep, older_than=timedelta(days=365))
+    assert_type(dropped, PartitionsDropped)
+    assert_type(dropped.kept, tuple[PartitionKept, ...])
+    assert_type([each.since for each in partitions_of(session, MonthlyJob)], list[datetime | None])
+    assert_type(partition_sql(MonthlyStep, date(2026, 3, 1), months=2), list[str])
 
 
 class LimitedRun(FunctionMixin, Base):
