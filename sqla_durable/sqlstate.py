@@ -112,10 +112,9 @@ def translate(error: BaseException) -> DurableError | None:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
         )
-    if is_outdated(error):
-        return TransactionConflict(f"a migration changed what a prepared statement returns; do it again: {shown}")
-    if is_misrouted(error):
-        return TransactionConflict(f"the partition of this row's month was created just now; do it again: {shown}")
+    if is_outdated(error) or is_misrouted(error):
+        came = "changed what a prepared statement returns" if is_outdated(error) else "created the partition of a month"
+        return TransactionConflict(f"another transaction {came}; do it again: {shown}")
     if code in _TIMEOUTS:
         return StepTimeout(
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "

@@ -167,6 +167,20 @@ def test_a_table_of_any_name_is_compared(project: Project, table: str) -> None:
     assert_there_and_back(project, before)
 
 
+def test_columns_of_any_name_are_compared(project: Project) -> None:
+    change_models(
+        project,
+        ("statuses.column()", """statuses.column('100% "status" of :it')"""),
+        ONE_IN_FLIGHT,
+    )
+    migrate(project)
+    before = project.catalogue()
+    project.sql("INSERT INTO plan DEFAULT VALUES", "DELETE FROM plan")
+    change_models(project, RENAMED)
+    assert NOTHING_NEW in migrate(project)
+    assert_there_and_back(project, before)
+
+
 def test_tables_in_schemas_are_compared(project: Project) -> None:
     project.models('schema="My \\"App\\""')
     project.sql('CREATE SCHEMA "My ""App"""')
@@ -266,10 +280,13 @@ def test_the_guard_of_a_table_that_is_removed_goes_with_it_and_comes_back(projec
     change_models(project, GUARDED)
     migrate(project)
     guarded = project.catalogue()
+    models = (project.folder / "app/models.py").read_text()
+    project.write("app/models.py", models.partition("class PlanStep")[0])
+    migrate(project)
     project.write("app/models.py", "from app.base import Base\n")
     assert NOTHING_NEW in migrate(project)
     assert project.catalogue() == set()
-    project.alembic("downgrade -1")
+    project.alembic("downgrade -2")
     assert project.catalogue() == guarded
     assert is_refused(project)
 

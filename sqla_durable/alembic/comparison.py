@@ -16,13 +16,14 @@ from sqlalchemy.schema import conv
 
 from sqla_durable import catalogue
 from sqla_durable.alembic.guards import compare_guards
-from sqla_durable.alembic.operation import SqlOp, verbatim
+from sqla_durable.alembic.operation import SqlOp
 from sqla_durable.alembic.removal import refusal, values_in
+from sqla_durable.alembic.verbatim import Verbatim
 from sqla_durable.catalogue import Catalogue, as_written, written
 from sqla_durable.mapping import owned_checks, owned_indexes, values_of
 from sqla_durable.monthly import partitioned
 
-_log: Final = logging.getLogger(__name__)
+_log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose level Alembic's ini file sets
 
 
 def compare(
@@ -37,15 +38,27 @@ def compare(
     connection = context.connection
     if connection is None or connection.dialect.name != "postgresql":
         return PriorityDispatchResult.CONTINUE
-    if there is not None and table is not None:
+    if there is not None:
         found = catalogue.existing(connection, there)
-        wanted = catalogue.wanted(connection, table, found)
-        comparison = _Comparison(context, modified, there, table, found, wanted)
-        modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
+        _reword(there, found)
+        if table is not None:
+            comparison = _Comparison(context, modified, there, table, found, catalogue.wanted(connection, table, found))
+            modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
     if there is None and table is not None and (months := partitioned(table)) is not None:
         modified.ops.append(SqlOp(months.create_default(table.schema)))
     compare_guards(connection, modified, there, table)
     return PriorityDispatchResult.CONTINUE
+
+
+def _reword(there: Table, found: Catalogue) -> None:
+    """Have what a downgrade creates again come out as it was."""
+    for check in there.constraints:
+        if isinstance(check, CheckConstraint) and (definition := found.checks.get(str(check.name))) is not None:
+            check.sqltext = Verbatim(as_written(definition))
+    for index in there.indexes:
+        options = index.dialect_options["postgresql"]
+        if options["where"] is not None:
+            options["where"] = Verbatim(as_written(str(options["where"])))
 
 
 @dataclass(frozen=True)
@@ -86,9 +99,6 @@ class _Comparison:
             if self._is_said(name) or not self._is_included(index, name, there[name]):
                 continue
             _log.info("Detected changed index %r on table %r", name, self.table.name)
-            options = there[name].dialect_options["postgresql"]
-            if options["where"] is not None:
-                options["where"] = verbatim(as_written(str(options["where"])))
             yield ops.DropIndexOp.from_index(there[name])
             yield ops.CreateIndexOp.from_index(index)
 
@@ -119,7 +129,7 @@ class _Comparison:
     def _there(self, name: str) -> CheckConstraint | None:
         before = self.found.checks.get(name)
         return (
-            None if before is None else CheckConstraint(verbatim(as_written(before)), name=conv(name), table=self.there)
+            None if before is None else CheckConstraint(Verbatim(as_written(before)), name=conv(name), table=self.there)
         )
 
     def _is_changed(self, name: str) -> bool:

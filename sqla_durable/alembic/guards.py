@@ -14,7 +14,7 @@ from sqla_durable.catalogue import GuardThere
 from sqla_durable.guard import Guard, guard_of
 from sqla_durable.mapping import plain_dialect
 
-_log: Final = logging.getLogger(__name__)
+_log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose level Alembic's ini file sets
 
 
 def compare_guards(

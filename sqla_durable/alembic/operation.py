@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from alembic.autogenerate import renderers
 from alembic.autogenerate.api import AutogenContext
 from alembic.operations.ops import MigrateOperation
-from sqlalchemy import TextClause, text
 
-_PARAMETER: Final = re.compile(r"(?<![:\w\\]):(?=\w)")
+from sqla_durable.alembic.verbatim import escaped
 
 
 class SqlOp(MigrateOperation):
@@ -50,15 +48,6 @@ def render_with_whole_text() -> None:
     renderers.dispatch_for(SqlOp, replace=True)(_render)
 
 
-def verbatim(sql: str) -> TextClause:
-    """Return SQL as an element in which nothing is taken for a parameter."""
-    return text(_escaped(sql))
-
-
-def _escaped(sql: str) -> str:
-    return _PARAMETER.sub(r"\:", sql)
-
-
 def _render(context: AutogenContext, operation: SqlOp) -> list[str]:
     prefix = context.opts["alembic_module_prefix"]
     comment = [f"# {line}" for line in operation.comment] if operation.statements else []
@@ -67,6 +56,6 @@ def _render(context: AutogenContext, operation: SqlOp) -> list[str]:
 
 def _literal(statement: str) -> str:
     # In one string of several lines Alembic would indent the text itself, and a function would never compare equal.
-    lines = _escaped(statement).splitlines(keepends=True)
+    lines = escaped(statement).splitlines(keepends=True)
     quoted = [json.dumps(line, ensure_ascii=False) for line in lines]
     return quoted[0] if len(quoted) == 1 else "".join(f"\n    {line}" for line in quoted) + "\n"

@@ -11,6 +11,7 @@ from alembic.util import DispatchPriority
 from sqla_durable.alembic.comparison import compare
 from sqla_durable.alembic.defaults import compare_defaults
 from sqla_durable.alembic.operation import render_with_whole_text
+from sqla_durable.alembic.verbatim import keep_words
 
 _NAME: Final = "sqla_durable"
 
@@ -23,4 +24,5 @@ def set_up() -> str:
     # Last, so that what Alembic itself has seen is known, and is not said twice.
     plugin.add_autogenerate_comparator(compare, "table", "durable", priority=DispatchPriority.LAST)
     plugin.add_autogenerate_comparator(compare_defaults, "column", "server_default", priority=DispatchPriority.FIRST)
+    plugin.add_autogenerate_comparator(keep_words, "schema", "durable", priority=DispatchPriority.LAST)
     return _NAME
