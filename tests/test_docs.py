@@ -177,6 +177,20 @@ def test_an_example_runs_as_a_program_and_runs_again(example: Path, workplace: N
         run_program(*runner, str(example))
 
 
+def sources() -> Iterator[tuple[str, str]]:
+    """The code that a reader may run, by where it is; a file that pages show is one of the examples."""
+    for page in pages_with("python"):
+        yield named(page), "".join(block.text for block in blocks(page, "python") if block.file is None)
+    for file in EXAMPLES.rglob("*.py"):
+        yield named(file), file.read_text()
+
+
+def test_pages_and_examples_share_no_table_unless_they_share_its_class() -> None:
+    tables = [(table, where) for where, text in sources() for table in re.findall(r'__tablename__ = "(\w+)"', text)]
+    places = {table: {where for name, where in tables if name == table} for table, _ in tables}
+    assert not {table: where for table, where in places.items() if len(where) > 1}
+
+
 def test_the_worker_finishes_what_it_is_at_when_it_is_told_to_stop(workplace: None) -> None:
     models: Any = importlib.import_module("plan_models")
     plans: Any = importlib.import_module("carry_out_plan").plans

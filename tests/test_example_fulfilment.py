@@ -66,7 +66,7 @@ def test_an_order_and_its_run_exist_if_and_only_if_the_caller_commits(app: App) 
         app.order(1, quantity=3)
     with app.engine.connect() as connection:
         orders = connection.execute(
-            text("SELECT o.quantity, r.id FROM shop_order o JOIN durable_run r ON order_id = o.id")
+            text("SELECT o.quantity, r.id FROM fulfilment_order o JOIN fulfilment_run r ON order_id = o.id")
         )
         assert [tuple(row) for row in orders] == [(2, app.order(1, quantity=2).id)]
 
@@ -252,8 +252,8 @@ def test_workers_killed_at_random_moments_take_the_stock_and_the_money_once(app:
         eventually(app.is_idle, "the end of all runs")
         assert worker.stop() == 0
     with app.engine.connect() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM durable_run WHERE attempts > 1")), "none was taken over"
-        assert connection.scalar(text("SELECT count(*) FROM durable_run WHERE status <> 'done'")) == 0
+        assert connection.scalar(text("SELECT count(*) FROM fulfilment_run WHERE attempts > 1")), "none was taken over"
+        assert connection.scalar(text("SELECT count(*) FROM fulfilment_run WHERE status <> 'done'")) == 0
     closed = sum(fate == "closed" for fate in fates.values())
     assert app.stock() == BOOKS - closed
     assert len(app.book.charges) == len(fates)
