@@ -52,8 +52,8 @@ async def add_guest(session: AsyncSession, name: str) -> int:
 
 
 async def send_mail(idempotency_key: str, address: str) -> str:
-    await asyncio.sleep(0.1)  # a mail service is asked here, with the key
-    return f"mail to {address}"
+    await asyncio.sleep(0.1)  # a mail service is asked here
+    return f"{address}, request {idempotency_key}"
 
 
 @coroutines.function("welcome")
