@@ -101,11 +101,13 @@ class Functions(Generic[FunctionT]):
         :param retry: how often a run may be started, and how long it waits in between; by default what the run class
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
-         timed out; None for any time. Waiting in the database does not count.
+         timed out; by default one hour, None for any time. Waiting in the database does not count. A run keeps what
+         its function had when it was started.
         :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
         :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
         :param rate: how many may be started in a time by all workers.
-        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run; by
+         default the run fails.
         :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
          receipts are found, and a keyed step goes on with the idempotency key that it had at first.
         :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
