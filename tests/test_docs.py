@@ -177,6 +177,29 @@ def test_an_example_runs_as_a_program_and_runs_again(example: Path, workplace: N
         run_program(*runner, str(example))
 
 
+@pytest.mark.slow
+def test_the_code_of_the_pages_is_typed(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="the extra dev has mypy")
+    for page in pages_with("python"):
+        lines: list[str] = []
+        for block in blocks(page, "python"):
+            if block.file is None:  # else it is checked among the examples
+                lines += [""] * (block.line - len(lines)) + block.text.splitlines()
+        module = re.sub(r"\W", "_", named(page).removesuffix(".md"))
+        (tmp_path / f"{module}.py").write_text("\n".join(lines) + "\n")
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "pages")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *cache, "."],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": os.pathsep.join([str(EXAMPLES), str(ROOT), str(ROOT / "typings")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def sources() -> Iterator[tuple[str, str]]:
     """The code that a reader may run, by where it is; a file that pages show is one of the examples."""
     for page in pages_with("python"):
