@@ -98,6 +98,16 @@ def test_what_is_not_there_is_not_sold(app: App) -> None:
     assert (app.status(1), app.stock(), len(app.book.charges)) == ("refused", BOOKS, 0)
 
 
+def test_an_order_or_an_article_that_there_is_not_is_named(app: App) -> None:
+    with pytest.raises(app.shop.NotThere, match="there is no article 'teapot'"):
+        app.order(1, "teapot")
+    with pytest.raises(app.shop.NotThere, match="there is no order 77"):
+        app.pack(77)
+    with pytest.raises(app.shop.NotThere, match="there is no order 77"):
+        app.shop.say(77, app.withdrawal())
+    assert app.functions.find() == []
+
+
 def test_an_order_that_nobody_packs_is_refunded_and_the_stock_is_as_before(app: App) -> None:
     handle = app.order(1)
     app.work()
