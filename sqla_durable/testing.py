@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import JSONB
@@ -17,7 +17,7 @@ from sqla_durable.functions.waiting import by_key, found, known_id
 from sqla_durable.holder import stored_key
 from sqla_durable.machine import names_of
 from sqla_durable.receipt import ReceiptMixin, ReceiptRows, StepOutcome, step_key
-from sqla_durable.rows import arguments
+from sqla_durable.rows import Rows, arguments
 from sqla_durable.run import RunMixin, RunRows
 
 _SECOND = timedelta(seconds=1)
@@ -102,18 +102,21 @@ def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, 
         )
 
 
-def _identity(session: Session, rows: RunRows[Any], ident: object) -> tuple[Any, ...]:
+def _identity(session: Session, rows: Rows[Any], ident: object) -> tuple[Any, ...]:
     """Return the primary key of a run; that of a handle without one is looked up by its key."""
-    if not isinstance(ident, FunctionHandle):
+    if not _is_handle(ident):
         return rows.identity(ident)
-    handle: FunctionHandle[Any] = ident
     if not issubclass(rows.entity, FunctionMixin):
-        raise UsageError(f"{rows.entity.__name__} is not the run class of functions, whose run {handle!r} stands for.")
-    if (known := known_id(handle)) is None:
+        raise UsageError(f"{rows.entity.__name__} is not the run class of functions, whose run {ident!r} stands for.")
+    if (known := known_id(ident)) is None:
         runs: FunctionRows[Any] = FunctionRows(rows.entity)
-        statement = select(runs.id).where(*by_key(runs, handle))
-        known = found(session.connection(bind_arguments={"mapper": rows.mapper}).execute(statement).first(), handle)[0]
+        statement = select(runs.id).where(*by_key(runs, ident))
+        known = found(session.connection(bind_arguments={"mapper": rows.mapper}).execute(statement).first(), ident)[0]
     return (known,)
+
+
+def _is_handle(ident: object) -> TypeGuard[FunctionHandle[Any]]:
+    return isinstance(ident, FunctionHandle)
 
 
 def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any, before: Any = None) -> None:
