@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -122,8 +123,9 @@ def test_runs_are_listed_by_function_key_and_tenant(target: str, jobs: Functions
     (found,) = lines("runs", target, "--waiting")
     assert (found["function"], found["waiting"], found["steps"], found["state"]) == ("refuse", True, 0, None)
     head, *rows = answered("runs", target).splitlines()
-    assert head.split()[:3] == ["id", "function", "status"]
-    assert [row.split()[1] for row in rows] == ["refuse", "double"]
+    titles = ["id", "function", "key", "status", "attempts", "age", "waits for", "holder", "error"]
+    assert re.split(r"\s{2,}", head) == titles
+    assert [row.split()[1:3] for row in rows] == [["refuse", "ready"], ["double", "k"]]
     code, line = refused("runs", target, "--status", "gone")
     assert (code, "'gone' is not a status of Job" in line) == (2, True)
 
@@ -203,9 +205,13 @@ def test_lapsed_ones_are_reaped_and_old_ones_purged(target: str, jobs: Functions
 
 
 def test_conditions_on_functions_are_refused_for_other_runs(engine: Engine) -> None:
-    for option in "--function", "--key", "--tenant":
+    for option, what in (
+        ("--function", "a Functions"),
+        ("--tenant", "a Functions"),
+        ("--key", "runs that have idempotency"),
+    ):
         code, line = refused("runs", "tests.support:Plan", "--url", engine.url.render_as_string(False), option, "x")
-        assert (code, f"{option} goes with a Functions" in line) == (2, True)
+        assert (code, f"{option} goes with {what}" in line) == (2, True)
 
 
 def test_json_of_a_request_is_decoded_as_the_input(jobs: Functions[Job]) -> None:

@@ -57,7 +57,7 @@ ErrorText = Annotated[
 ]
 Owner = Annotated[str | None, typer.Option("--owner", metavar="NAME", help="Only runs whose lease carries this name.")]
 Function = Annotated[str | None, typer.Option("--function", metavar="NAME", help="Only runs of this function.")]
-Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Only runs of functions that have this key.")]
+Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Only runs with this idempotency key.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only runs of functions of this tenant.")]
 AtMost = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="How many at the most.")]
 Everything = Annotated[bool, typer.Option("--all", help="All runs that it can be done to, without a condition.")]

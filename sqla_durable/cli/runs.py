@@ -31,6 +31,7 @@ from sqla_durable.cli.output import abbreviated, printable, say, write_json, wri
 from sqla_durable.cli.record import holder_of, message_of, record_of, status_of
 from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
+from sqla_durable.run import RunRows
 
 
 def runs(
@@ -77,7 +78,7 @@ def runs(
             _count(runs, conditions, after, as_json=as_json)
             return
         found = runs.find(limit=limit + 1, after=after, **conditions)
-        _write(found[:limit], Idents(runs.rows), as_json=as_json)
+        _write(found[:limit], runs.rows, as_json=as_json)
     if as_json:
         return
     if not found:
@@ -104,25 +105,31 @@ def _count(runs: OpenRuns, conditions: dict[str, Any], after: str | None, *, as_
         write_table(["function", "status", "runs"], rows)
 
 
-def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> None:
+def _write(found: Sequence[RunSummary], rows: RunRows[Any], *, as_json: bool) -> None:
+    idents = Idents(rows)
     if as_json:
         for summary in found:
-            write_json(record_of(summary, idents))
+            write_json(record_of(summary, idents, rows))
     elif found:
-        rows = [
-            (
-                printable(idents.write(summary.identity)),
-                *_function_of(summary),
-                status_of(summary),
-                str(summary.attempts),
-                _since(summary.age),
-                abbreviated(holder_of(summary)),
-                abbreviated(message_of(summary.failure)),
-            )
-            for summary in found
-        ]
-        named = ["function"] if isinstance(found[0], FunctionSummary) else []
-        write_table([idents.title, *named, "status", "attempts", "age", "holder", "error"], rows)
+        lines = [_cells(summary, idents, rows) for summary in found]
+        write_table([title for title, _ in lines[0]], [[cell for _, cell in line] for line in lines])
+
+
+def _cells(summary: RunSummary, idents: Idents, rows: RunRows[Any]) -> list[tuple[str, str]]:
+    """Return what the table has of a run: the title of each column, and what is in it."""
+    key = [("key", summary.key)] if rows.idempotency_key is not None else []
+    waits_for = [("waits for", summary.waits_for)] if rows.waits_for is not None else []
+    return [
+        (idents.title, printable(idents.write(summary.identity))),
+        *([("function", printable(summary.function))] if isinstance(summary, FunctionSummary) else []),
+        *((title, printable(value or "")) for title, value in key),
+        ("status", status_of(summary)),
+        ("attempts", str(summary.attempts)),
+        ("age", _since(summary.age)),
+        *((title, printable(value or "")) for title, value in waits_for),
+        ("holder", abbreviated(holder_of(summary))),
+        ("error", abbreviated(message_of(summary.failure))),
+    ]
 
 
 def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
@@ -130,10 +137,6 @@ def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
         write_json({status.value: count for status, count in counts.items()})
     else:
         write_table(["status", "runs"], [(status.value, str(count)) for status, count in counts.items()])
-
-
-def _function_of(summary: RunSummary) -> list[str]:
-    return [printable(summary.function)] if isinstance(summary, FunctionSummary) else []
 
 
 def _since(created: timedelta | None) -> str:

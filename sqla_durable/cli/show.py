@@ -49,7 +49,7 @@ def show(
     if as_json:
         write_json(
             {
-                **record_of(summary, idents, traceback=traceback),
+                **record_of(summary, idents, runs.rows, traceback=traceback),
                 "columns": {name: jsonable(value) for name, value in columns.items()},
                 "failures": [jsonable(failure) for failure in row.failures],
                 "receipts": [_record(receipt, traceback=traceback) for receipt in receipts],

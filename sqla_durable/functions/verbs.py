@@ -328,14 +328,13 @@ class FunctionVerbs(Verbs[FunctionT]):
         done = receipts.outcome == StepOutcome.SUCCEEDED.value
         steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
         last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
-        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority, runs.waits_for
+        columns = runs.function, runs.tenant, runs.priority
         return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
 
     def wanted(
         self,
         *,
         function: AnyBody | str | None = None,
-        key: str | None = None,
         tenant: str | None = None,
         waiting: bool | None = None,
         **conditions: Any,
@@ -345,8 +344,6 @@ class FunctionVerbs(Verbs[FunctionT]):
         if function is not None:
             name = function if isinstance(function, str) else self.registry.of(function).name
             found.append(runs.function == name)
-        if key is not None and runs.idempotency_key is not None:
-            found.append(runs.idempotency_key == key)
         if tenant is not None:
             found.append(runs.tenant == tenant)
         if waiting is not None:

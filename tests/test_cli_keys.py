@@ -1,0 +1,185 @@
+"""The command line on runs with an idempotency key and signals: listed, and named by their key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+
+from sqla_durable import (
+    FunctionMixin,
+    FunctionRun,
+    Functions,
+    KeyMixin,
+    ReceiptMixin,
+    Run,
+    RunMixin,
+    Runs,
+    SignalMixin,
+    UsageError,
+    WaitMixin,
+)
+from sqla_durable.asyncio import AsyncFunctions, AsyncRuns
+from tests.support import Plan, PlanStep, approved_plan
+from tests.support_cli import FORMS, answered, importable, lines
+from tests.support_models import JobStatus, jobs, lifecycle
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Ticket(KeyMixin, WaitMixin, RunMixin, Base):
+    __tablename__ = "ticket"
+    __key_scope__ = ("shop",)
+    __lifecycle__ = lifecycle()
+    id: Mapped[int] = mapped_column(primary_key=True)
+    status: Mapped[JobStatus] = jobs.column()
+    shop: Mapped[str]
+
+
+class TicketStep(ReceiptMixin[Ticket], Base):
+    __tablename__ = "ticket_step"
+
+
+class TicketSignal(SignalMixin[Ticket], Base):
+    __tablename__ = "ticket_signal"
+
+
+class Job(FunctionMixin, Base):
+    __tablename__ = "waiting_job"
+
+
+class JobStep(ReceiptMixin[Job], Base):
+    __tablename__ = "waiting_job_step"
+
+
+class JobSignal(SignalMixin[Job], Base):
+    __tablename__ = "waiting_job_signal"
+
+
+def pay(run: FunctionRun[Any]) -> int:
+    return run.wait("paid", int)
+
+
+def later(run: FunctionRun[Any], given: int) -> int:
+    return given
+
+
+def await_payment(run: Run[Any]) -> None:
+    run.wait("paid", Any)
+
+
+@pytest.fixture
+def engine(empty_url: str) -> Iterator[Engine]:
+    engine = create_engine(empty_url)
+    Base.metadata.create_all(engine)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def tickets(engine: Engine) -> Runs[Ticket]:
+    return Runs(sessionmaker(engine), Ticket, TicketStep, signals=TicketSignal)
+
+
+@pytest.fixture
+def functions(engine: Engine) -> Functions[Job]:
+    made = Functions(sessionmaker(engine), Job, JobStep, signals=JobSignal)
+    made.function("pay")(pay)
+    made.function("later")(later)
+    return made
+
+
+@pytest.fixture(params=FORMS)
+def app(request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module with tickets and functions of one form."""
+    if request.param == "sync":
+        runs: Any = Runs(sessionmaker(engine), Ticket, TicketStep, signals=TicketSignal)
+        functions: Any = Functions(sessionmaker(engine), Job, JobStep, signals=JobSignal)
+        functions.function("pay")(pay)
+    else:
+        factory = async_sessionmaker(create_async_engine(engine.url))
+        runs = AsyncRuns(factory, Ticket, TicketStep, signals=TicketSignal)
+        functions = AsyncFunctions(factory, Job, JobStep, signals=JobSignal)
+
+        @functions.function("pay")
+        async def pay_async(run: Any) -> int:
+            return int(await run.wait("paid", int))
+
+    return importable(monkeypatch, tickets=runs, functions=functions)
+
+
+def ticket(tickets: Runs[Ticket], key: str | None, shop: str = "north") -> int:
+    with tickets.session_factory.begin() as session:
+        return tickets.start(session, key=key, shop=shop, status=JobStatus.READY).id
+
+
+def job(functions: Functions[Job], key: str | None, name: str = "pay", tenant: str | None = None) -> UUID:
+    inputs = (1,) if name == "later" else ()
+    with functions.session_factory.begin() as session:
+        ident = functions.start(session, name, *inputs, key=key, tenant=tenant).id
+    assert ident is not None
+    return ident
+
+
+def table(*arguments: object) -> list[dict[str, str]]:
+    """The rows of what a command lists, by title."""
+    head, *rows = answered(*arguments).splitlines()
+    starts = [found.start() for found in re.finditer(r"(?<!\S)(?<!\S )\S", head)]
+    ends = [*starts[1:], None]
+    cut = [[line[start:end].strip() for start, end in zip(starts, ends, strict=True)] for line in (head, *rows)]
+    return [dict(zip(cut[0], row, strict=True)) for row in cut[1:]]
+
+
+# listed
+
+
+def test_a_list_has_the_key_and_what_a_run_waits_for(
+    app: str, tickets: Runs[Ticket], functions: Functions[Job]
+) -> None:
+    waits, idle = ticket(tickets, "t-1"), ticket(tickets, None)
+    tickets.execute(waits, await_payment)
+    rows = table("runs", f"{app}:tickets")
+    assert [(row["id"], row["key"], row["waits for"]) for row in rows] == [
+        (str(idle), "", ""),
+        (str(waits), "t-1", "paid"),
+    ]
+    assert [(each["idempotency_key"], each["waits_for"]) for each in lines("runs", f"{app}:tickets")] == [
+        (None, None),
+        ("t-1", "paid"),
+    ]
+    ident = job(functions, "o-1")
+    functions.execute(ident)
+    (row,) = table("runs", f"{app}:functions")
+    assert (row["id"], row["function"], row["key"], row["waits for"]) == (str(ident), "pay", "o-1", "paid")
+    (found,) = lines("runs", f"{app}:functions")
+    assert (found["idempotency_key"], found["waits_for"]) == ("o-1", "paid")
+
+
+def test_a_list_of_runs_without_key_and_signals_has_no_such_columns(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    Plan.metadata.create_all(engine)
+    plan_id = approved_plan(sessionmaker(engine))
+    plans = Runs(sessionmaker(engine), Plan, PlanStep)
+    target = f"{importable(monkeypatch, plans=plans)}:plans"
+    (row,), (found,) = table("runs", target), lines("runs", target)
+    assert not {"key", "waits for"} & set(row)
+    assert not {"idempotency_key", "waits_for"} & set(found)
+    (summary,) = plans.find()
+    assert (summary.identity, summary.key, summary.waits_for) == ((plan_id,), None, None)
+    with pytest.raises(UsageError, match=r"class Plan\(KeyMixin, RunMixin"):
+        plans.find(key="k")
+
+
+def test_runs_are_found_by_their_key(app: str, tickets: Runs[Ticket]) -> None:
+    one, other = ticket(tickets, "t-1"), ticket(tickets, "t-1", "south")
+    ticket(tickets, "t-2")
+    assert [each["ident"] for each in lines("runs", f"{app}:tickets", "--key", "t-1")] == [str(other), str(one)]
