@@ -106,11 +106,12 @@ def _write_failures(summary: RunSummary, failures: Sequence[Mapping[str, Any]]) 
             (
                 time_of(datetime.fromisoformat(failure["at"]), summary),
                 str(failure["attempt"]),
+                printable(failure.get("step") or ""),  # which failures that were kept by an early version do not have
                 abbreviated(f"{failure['type']}: {failure['message']}"),
             )
             for failure in failures
         ]
-        write_table(["at", "attempt", "error"], rows)
+        write_table(["at", "attempt", "step", "error"], rows)
 
 
 def _write_receipts(summary: RunSummary, receipts: Sequence[Receipt]) -> None:
