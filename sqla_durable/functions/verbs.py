@@ -86,6 +86,18 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Make what claims its runs."""
         return FunctionClaims(self.store, self.reading, owner, self.registry)
 
+    def named(self, holder: Holder[FunctionT]) -> str:
+        """Return how the log calls a run."""
+        # What is loaded: to say it must neither send a statement nor raise.
+        row = vars(holder.row)
+        words = {"function": "of function", "idempotency_key": "with the key", "tenant": "of tenant"}
+        said = [f"{word} {row[name]!r}" for name, word in words.items() if row.get(name) is not None]
+        return " ".join([super().named(holder), *said])
+
+    def knows(self) -> Sequence[str]:
+        """Return the names of the functions that this process knows."""
+        return self.registry.names()
+
     # starting
 
     def start_function(
