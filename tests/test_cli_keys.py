@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -29,6 +30,7 @@ from sqla_durable.asyncio import AsyncFunctions, AsyncRuns
 from tests.support import Plan, PlanStep, approved_plan
 from tests.support_cli import FORMS, answered, importable, lines
 from tests.support_models import JobStatus, jobs, lifecycle
+from tests.test_cli_show import pairs, part
 
 
 class Base(DeclarativeBase):
@@ -183,3 +185,38 @@ def test_runs_are_found_by_their_key(app: str, tickets: Runs[Ticket]) -> None:
     one, other = ticket(tickets, "t-1"), ticket(tickets, "t-1", "south")
     ticket(tickets, "t-2")
     assert [each["ident"] for each in lines("runs", f"{app}:tickets", "--key", "t-1")] == [str(other), str(one)]
+
+
+# shown
+
+
+def test_what_the_library_keeps_of_a_run_is_not_shown_as_a_column_of_the_users(
+    app: str, tickets: Runs[Ticket], functions: Functions[Job]
+) -> None:
+    waits = ticket(tickets, "t-1")
+    tickets.execute(waits, await_payment)
+    shown = pairs(answered("show", f"{app}:tickets", waits))
+    assert list(shown) == ["key", "waits for", "attempts", "fence", "created", "due", "started", ".shop"]
+    assert (shown["key"], shown["waits for"], shown["due"]) == ("t-1", "paid", "when the signal comes")
+    (record,) = lines("show", f"{app}:tickets", waits)
+    assert record["columns"] == {"shop": "north"}
+    ident = job(functions, "l-1", "later", "acme")
+    functions.execute(ident)
+    shown = pairs(answered("show", f"{app}:functions", ident))
+    own = {"function": "later", "tenant": "acme", "key": "l-1", "input": "1", "output": "1"}
+    assert {name: shown.get(name) for name in own} == own
+    assert not [name for name in shown if name.startswith(".")]
+    (record,) = lines("show", f"{app}:functions", ident)
+    assert record["columns"] == {}
+
+
+def test_a_step_that_waits_says_until_when(app: str, tickets: Runs[Ticket]) -> None:
+    ident = ticket(tickets, None)
+    tickets.execute(ident, await_payment)
+    _, step = part(answered("show", f"{app}:tickets", ident), "Receipts")
+    assert (step[0], step[2:]) == ("paid", ["signal", "1", "pending", "waits"])
+    timed = ticket(tickets, None)
+    tickets.execute(timed, lambda run: run.wait("paid", Any, timeout=timedelta(hours=1)))
+    _, step = part(answered("show", f"{app}:tickets", timed), "Receipts")
+    assert step[-1].startswith("waits until ")
+    assert pairs(answered("show", f"{app}:tickets", timed))["due"].endswith(", in 59m 59s")
