@@ -430,7 +430,12 @@ def report(work: AnyWork, holder: Holder[Any], outcome: Outcome) -> None:
     elif outcome.ending is Ending.LANDED:
         log.error("%s is %s", name, outcome.status, exc_info=outcome.exception)
     else:
-        log.warning("%s: %s (%s)", name, outcome.ending, outcome.exception or outcome.status)
+        why = outcome.status if outcome.exception is None else _in_a_line(outcome.exception)
+        log.warning("%s: %s (%s)", name, outcome.ending, why)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def seconds(retry: Retry, failures: int) -> float:

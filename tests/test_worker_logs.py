@@ -9,11 +9,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Run, Runs, Worker
+from sqla_durable import RetryableError, Run, Runs, Worker
 from sqla_durable.asyncio import AsyncFunctions, AsyncWorker
 from tests.support import Plan, PlanStep, approved_plan
 from tests.support_observe import Job, JobStep, Refused, functions_on, started, tables
@@ -119,3 +119,20 @@ def test_the_log_of_a_run_whose_row_its_function_has_emptied_is_written_all_the_
         handle = functions.start(session, empties)
     Worker(functions).run_due(BUDGET)
     assert said(log) == [("ERROR", f"Job {handle.id} is failed")]
+
+
+def test_a_run_that_goes_back_is_logged_with_the_kind_of_its_error(
+    session_factory: sessionmaker[Session], log: pytest.LogCaptureFixture
+) -> None:
+    class Away(RetryableError):
+        pass
+
+    def refuse(run: Run[Plan]) -> None:
+        raise Away
+
+    ident = approved_plan(session_factory)
+    plans = Runs(session_factory, Plan, PlanStep)
+    with session_factory.begin() as session:
+        session.execute(update(Plan).values(attempts=1))
+    Worker(plans.handled_by(refuse)).run_due(timedelta(seconds=0.3))
+    assert ("WARNING", f"Plan {ident}: interrupted (Away)") in said(log)
