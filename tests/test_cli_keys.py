@@ -17,6 +17,7 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    FunctionStatus,
     KeyMixin,
     ReceiptMixin,
     Run,
@@ -28,7 +29,7 @@ from sqla_durable import (
 )
 from sqla_durable.asyncio import AsyncFunctions, AsyncRuns
 from tests.support import Plan, PlanStep, approved_plan
-from tests.support_cli import FORMS, answered, importable, lines
+from tests.support_cli import FORMS, answered, call, importable, lines, refused
 from tests.support_models import JobStatus, jobs, lifecycle
 from tests.test_cli_show import pairs, part
 
@@ -74,6 +75,10 @@ def later(run: FunctionRun[Any], given: int) -> int:
     return given
 
 
+def fails(run: Run[Any]) -> None:
+    raise ValueError("no")
+
+
 def await_payment(run: Run[Any]) -> None:
     run.wait("paid", Any)
 
@@ -106,6 +111,7 @@ def app(request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.Monk
         runs: Any = Runs(sessionmaker(engine), Ticket, TicketStep, signals=TicketSignal)
         functions: Any = Functions(sessionmaker(engine), Job, JobStep, signals=JobSignal)
         functions.function("pay")(pay)
+        functions.function("later")(later)
     else:
         factory = async_sessionmaker(create_async_engine(engine.url))
         runs = AsyncRuns(factory, Ticket, TicketStep, signals=TicketSignal)
@@ -114,6 +120,10 @@ def app(request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.Monk
         @functions.function("pay")
         async def pay_async(run: Any) -> int:
             return int(await run.wait("paid", int))
+
+        @functions.function("later")
+        async def later_async(run: Any, given: int) -> int:
+            return given
 
     return importable(monkeypatch, tickets=runs, functions=functions)
 
@@ -220,3 +230,87 @@ def test_a_step_that_waits_says_until_when(app: str, tickets: Runs[Ticket]) -> N
     _, step = part(answered("show", f"{app}:tickets", timed), "Receipts")
     assert step[-1].startswith("waits until ")
     assert pairs(answered("show", f"{app}:tickets", timed))["due"].endswith(", in 59m 59s")
+
+
+# one run, named by its key
+
+
+def test_one_run_is_named_by_its_key(app: str, tickets: Runs[Ticket], functions: Functions[Job]) -> None:
+    ident, other = ticket(tickets, "t-1"), ticket(tickets, "t-2")
+    target = f"{app}:tickets"
+    assert answered("show", target, "--key", "t-1").startswith(f"Ticket {ident} is ")
+    assert answered("cancel", target, "--key", "t-1") == f"{ident}: cancel requested; it is {JobStatus.CANCELLED}\n"
+    assert tickets.execute(other, fails).status is JobStatus.FAILED
+    assert lines("requeue", target, "--key", "t-2") == [
+        {"ident": str(other), "requeued": True, "status": JobStatus.READY}
+    ]
+    again = call("requeue", target, "--key", "t-2")
+    assert again.exit_code == 1
+    assert again.stdout.startswith(f"{other}: not requeued; it is {JobStatus.READY}; its lifecycle allows this from ")
+    later_id = job(functions, "l-1", "later")
+    functions.execute(later_id)
+    assert answered("result", f"{app}:functions", "--key", "l-1", "--function", "later") == "1\n"
+
+
+def test_a_key_that_several_runs_have_names_none_of_them(
+    app: str, tickets: Runs[Ticket], functions: Functions[Job]
+) -> None:
+    north, south = ticket(tickets, "t-1"), ticket(tickets, "t-1", "south")
+    code, line = refused("cancel", f"{app}:tickets", "--key", "t-1")
+    assert code == 2
+    assert line.endswith(
+        f": more than one Ticket has the idempotency key 't-1': {south}, {north}; give one of these as IDENT."
+    )
+    target = f"{app}:functions"
+    paying, acmes, another = job(functions, "k"), job(functions, "k", tenant="acme"), job(functions, "k", "later")
+    code, line = refused("cancel", target, "--key", "k")
+    listed = f"{another} (later), {acmes} (pay, tenant acme), {paying} (pay)"
+    assert (code, listed in line, "add --function or --tenant" in line) == (2, True, True)
+    code, line = refused("show", target, "--key", "k", "--function", "pay")
+    assert (code, f"of function 'pay' has the idempotency key 'k': {acmes}" in line) == (2, True)
+    assert {summary.status for summary in tickets.find()} == {JobStatus.READY}
+    assert {summary.status for summary in functions.find()} == {FunctionStatus.READY}
+    assert answered("show", target, "--key", "k", "--function", "pay", "--tenant", "acme").startswith(
+        f"Job {acmes} is "
+    )
+    (asked,) = lines("cancel", target, "--key", "k", "--tenant", "acme")
+    assert asked["ident"] == str(acmes)
+
+
+@pytest.mark.parametrize("command", [["show"], ["cancel"], ["requeue"], ["result"]])
+def test_a_key_that_no_run_has_is_said_to_be_so(app: str, functions: Functions[Job], command: list[str]) -> None:
+    job(functions, "k")
+    name, *arguments = command
+    assert refused(name, f"{app}:functions", *arguments, "--key", "k", "--function", "later", "--tenant", "acme") == (
+        1,
+        f"sqla-durable {name}: there is no Job of function 'later' of tenant 'acme' with the idempotency key 'k'.",
+    )
+
+
+@pytest.mark.parametrize("command", ["show", "cancel", "requeue", "result"])
+def test_what_does_not_say_which_run_is_meant_is_refused(app: str, functions: Functions[Job], command: str) -> None:
+    ident = job(functions, "k")
+    for arguments, said in (
+        ([], "nothing says which run"),
+        ([ident, "--key", "k"], "leave"),
+        (
+            [ident, "--function", "pay"],
+            "leave the conditions out" if command in {"cancel", "requeue"} else "--function",
+        ),
+    ):
+        code, line = refused(command, f"{app}:functions", *arguments)
+        assert (code, said in line) == (2, True), line
+    assert functions.describe(ident).status is FunctionStatus.READY
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+@pytest.mark.parametrize("more", [["--all"], ["--status", "failed"], ["--limit", "1"], ["--error", "x"]])
+def test_a_key_stands_beside_no_condition(app: str, command: str, more: list[str]) -> None:
+    code, line = refused(command, f"{app}:functions", "--key", "k", *more)
+    assert (code, "--key says which run is meant" in line) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["show", "cancel", "requeue", "runs"])
+def test_a_key_of_runs_that_have_none_is_refused(engine: Engine, command: str) -> None:
+    code, line = refused(command, "tests.support:Plan", "--url", engine.url.render_as_string(False), "--key", "k")
+    assert (code, "Plan is declared without KeyMixin; name a run by its primary key" in line) == (2, True)

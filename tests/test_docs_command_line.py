@@ -86,9 +86,15 @@ def test_the_reference_has_every_option_and_no_other(name: str) -> None:
     assert {opt for row in rows for opt in re.findall(r"--[\w-]+", row)} == options - {"--help"}
 
 
+def written(argument: Any) -> str:
+    """An argument as the usage has it."""
+    name = argument.metavar if argument.required else f"[{argument.metavar}]"
+    return f"{name}..." if argument.nargs == -1 else str(name)
+
+
 @pytest.mark.parametrize("name", commands())
 def test_a_title_in_the_reference_has_the_arguments(name: str) -> None:
-    arguments = [each.metavar for each in commands()[name].params if not each.opts[0].startswith("--")]
+    arguments = [written(each) for each in commands()[name].params if not each.opts[0].startswith("--")]
     assert f"\n## `{' '.join(['sqla-durable', name, *arguments])}`\n" in REFERENCE.read_text()
 
 

@@ -9,24 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sqla_durable.cli.conditions import conditions_of
+from sqla_durable.cli.conditions import ListConditions
 from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.errors import CommandError
 from sqla_durable.cli.form import OpenFunctions, OpenRuns, opened
+from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
-from sqla_durable.cli.options import (
-    AsJson,
-    ErrorText,
-    Function,
-    Key,
-    NewerThan,
-    OlderThan,
-    Owner,
-    Statuses,
-    Target,
-    Tenant,
-    Url,
-)
+from sqla_durable.cli.options import AsJson, Target, Url
 from sqla_durable.cli.output import abbreviated, printable, say, write_json, write_table
 from sqla_durable.cli.record import holder_of, message_of, record_of, status_of
 from sqla_durable.functions import FunctionSummary
@@ -34,26 +23,12 @@ from sqla_durable.listing import RunSummary
 from sqla_durable.run import RunRows
 
 
+@grouped
 def runs(
     target: Target,
     *,
     url: Url = None,
-    status: Statuses = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    error: ErrorText = None,
-    owner: Owner = None,
-    cancel_requested: Annotated[
-        bool | None,
-        typer.Option("--cancel-requested/--no-cancel-requested", help="Only runs with, or without, a cancel request."),
-    ] = None,
-    function: Function = None,
-    key: Key = None,
-    tenant: Tenant = None,
-    waiting: Annotated[
-        bool | None,
-        typer.Option("--waiting/--not-waiting", help="Only runs of functions that are ready and not due, or others."),
-    ] = None,
+    which: ListConditions,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at the most.")] = 100,
     after: Annotated[str | None, typer.Option(metavar="CURSOR", help="Go on after an earlier page.")] = None,
     counts: Annotated[bool, typer.Option("--counts", help="Count the runs of each status instead.")] = False,
@@ -61,19 +36,7 @@ def runs(
 ) -> None:
     """List runs, the newest first. Nothing is healed."""
     with opened(target, url) as runs:
-        conditions = conditions_of(
-            runs,
-            status=status,
-            older_than=older_than,
-            newer_than=newer_than,
-            error=error,
-            owner=owner,
-            cancel_requested=cancel_requested,
-            function=function,
-            key=key,
-            tenant=tenant,
-            waiting=waiting,
-        )
+        conditions = which.given(runs)
         if counts:
             _count(runs, conditions, after, as_json=as_json)
             return

@@ -10,9 +10,10 @@ import typer
 from sqlalchemy import inspect
 from sqlalchemy.orm import InstanceState
 
+from sqla_durable.cli.chosen import OneRun
 from sqla_durable.cli.durations import rounded
-from sqla_durable.cli.errors import CommandError
 from sqla_durable.cli.form import opened
+from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.options import AsJson, Ident, Target, Url
 from sqla_durable.cli.output import abbreviated, jsonable, one_line, printable, write_json, write_pairs, write_table
@@ -26,20 +27,20 @@ from sqla_durable.run import RunMixin, RunRows
 _ENDLESS = 9998  # the year, in whichever time zone
 
 
+@grouped
 def show(
     target: Target,
-    ident: Ident,
+    ident: Ident = None,
     *,
     url: Url = None,
+    which: OneRun,
     traceback: Annotated[bool, typer.Option("--traceback", help="With the tracebacks of its errors.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show one run with its columns, its failures and its receipts. Nothing is healed."""
     with opened(target, url) as runs:
         idents = Idents(runs.rows)
-        identity, *more = idents.read(ident)
-        if more:
-            raise CommandError(f"show takes one run, not {len(more) + 1}.")
+        identity = which.identity(runs, ident or (), "show")
         summary, row, receipts = runs.describe(identity), runs.get_unhealed(identity), runs.receipts(identity)
     if summary is None:
         raise RunNotFound(f"there is no {runs.name} with the key {idents.write(identity)}.")
