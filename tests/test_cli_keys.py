@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ import pytest
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+from typer.testing import CliRunner
 
 from sqla_durable import (
     FunctionMixin,
@@ -28,6 +30,7 @@ from sqla_durable import (
     WaitMixin,
 )
 from sqla_durable.asyncio import AsyncFunctions, AsyncRuns
+from sqla_durable.cli import make_app
 from tests.support import Plan, PlanStep, approved_plan
 from tests.support_cli import FORMS, answered, call, importable, lines, refused
 from tests.support_models import JobStatus, jobs, lifecycle
@@ -277,7 +280,7 @@ def test_a_key_that_several_runs_have_names_none_of_them(
     assert asked["ident"] == str(acmes)
 
 
-@pytest.mark.parametrize("command", [["show"], ["cancel"], ["requeue"], ["result"]])
+@pytest.mark.parametrize("command", [["show"], ["cancel"], ["requeue"], ["result"], ["signal", "paid"]])
 def test_a_key_that_no_run_has_is_said_to_be_so(app: str, functions: Functions[Job], command: list[str]) -> None:
     job(functions, "k")
     name, *arguments = command
@@ -314,3 +317,79 @@ def test_a_key_stands_beside_no_condition(app: str, command: str, more: list[str
 def test_a_key_of_runs_that_have_none_is_refused(engine: Engine, command: str) -> None:
     code, line = refused(command, "tests.support:Plan", "--url", engine.url.render_as_string(False), "--key", "k")
     assert (code, "Plan is declared without KeyMixin; name a run by its primary key" in line) == (2, True)
+
+
+# signals
+
+
+def test_a_signal_is_sent_to_a_run_of_a_function(app: str, functions: Functions[Job]) -> None:
+    target, ident = f"{app}:functions", job(functions, "o-1")
+    functions.execute(ident)
+    assert answered("signal", target, "payd", "--key", "o-1") == (
+        f"{ident}: signal 'payd' sent; it is ready, and waits for 'paid'\n"
+    )
+    assert answered("signal", target, ident, "paid", "--payload", "7") == f"{ident}: signal 'paid' sent; it is ready\n"
+    functions.execute(ident)
+    assert answered("result", target, ident) == "7\n"
+    late = call("signal", target, ident, "paid", "--payload", "8")
+    assert (late.exit_code, late.stdout) == (1, f"{ident}: signal 'paid' not sent; it is done\n")
+    late = call("signal", target, "paid", "--key", "o-1", "--json")
+    said = {"ident": str(ident), "signal": "paid", "sent": False, "status": "done"}
+    assert (late.exit_code, json.loads(late.stdout)) == (1, said)
+
+
+def test_a_signal_is_sent_to_a_run_of_a_model(app: str, tickets: Runs[Ticket]) -> None:
+    heard: list[Any] = []
+    ident = ticket(tickets, "t-1")
+    payload = '{"by": ["ada"]}'
+    sent = {"ident": str(ident), "signal": "paid", "sent": True, "status": JobStatus.READY}
+    assert lines("signal", f"{app}:tickets", ident, "paid", "--payload", payload) == [sent]
+    assert tickets.execute(ident, lambda run: heard.append(run.wait("paid", Any))).status is JobStatus.DONE
+    assert heard == [{"by": ["ada"]}]
+
+
+def test_a_signal_to_a_run_that_is_not_there_is_not_sent(app: str, engine: Engine) -> None:
+    missing = call("signal", f"{app}:tickets", 7, "paid")
+    assert (missing.exit_code, missing.stdout) == (1, "7: signal 'paid' not sent; there is no such Ticket\n")
+
+
+def test_what_is_no_signal_is_refused_in_one_line(app: str, functions: Functions[Job]) -> None:
+    ident = job(functions, None)
+    for arguments, status, said in (
+        ([ident, "paid", "--payload", "{"], 2, "'{' is not JSON"),
+        ([ident, "paid", "--payload", "NaN"], 1, "the payload of signal 'paid'"),
+        ([ident, "x" * 201], 1, "a name is a str of 1 to 200 printable characters"),
+        (["paid"], 2, "nothing says which run is meant"),
+        ([ident, ident, "paid"], 2, "signal takes one run, not 2"),
+    ):
+        code, line = refused("signal", f"{app}:functions", *arguments)
+        assert (code, said in line) == (status, True), line
+
+
+def test_runs_without_a_table_of_signals_say_what_to_declare(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = Functions(sessionmaker(engine), Job, JobStep)
+    code, line = refused("signal", f"{importable(monkeypatch, functions=functions)}:functions", UUID(int=7), "paid")
+    assert (code, "pass it as signals=JobSignal" in line) == (1, True)
+
+
+def test_the_signals_of_a_run_class_are_those_that_were_imported_for_it(engine: Engine, tickets: Runs[Ticket]) -> None:
+    ident = ticket(tickets, "t-1")
+    url = engine.url.render_as_string(False)
+    assert answered("signal", "tests.test_cli_keys:Ticket", "--url", url, "paid", "--key", "t-1") == (
+        f"{ident}: signal 'paid' sent; it is {JobStatus.READY}\n"
+    )
+
+
+def test_json_comes_from_standard_input_where_it_is_a_dash(app: str, functions: Functions[Job]) -> None:
+    ident = job(functions, "o-1")
+    environment = {"NO_COLOR": "1"}
+    runner = CliRunner()
+    target = f"{app}:functions"
+    sent = runner.invoke(make_app(), ["signal", target, str(ident), "paid", "--payload", "-"], "7\n", env=environment)
+    assert (sent.exit_code, sent.stderr) == (0, "")
+    functions.execute(ident)
+    assert answered("result", target, ident) == "7\n"
+    refused_ = runner.invoke(make_app(), ["signal", target, str(ident), "paid", "--payload", "-"], "", env=environment)
+    assert (refused_.exit_code, "what standard input has is not JSON" in refused_.stderr) == (2, True)
+    started = runner.invoke(make_app(), ["start", target, "pay", "-"], "1", env=environment)
+    assert (started.exit_code, "takes no input, and was given 1" in started.stderr) == (1, True)

@@ -34,6 +34,7 @@ def make_app() -> typer.Typer:
         from sqla_durable.cli.operate import cancel, purge, reap, requeue
         from sqla_durable.cli.runs import runs
         from sqla_durable.cli.show import show
+        from sqla_durable.cli.signal import signal
         from sqla_durable.cli.worker import worker
         from sqla_durable.demo.command import demo
 
@@ -50,8 +51,8 @@ def make_app() -> typer.Typer:
     def root(*, version: bool = shown) -> None:
         """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL."""
 
-    commands: list[Callable[..., None]] = [runs, show, start, result, requeue, cancel, reap, purge, worker, diagram]
-    for command in commands:
+    of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
+    for command in (*of_runs, worker, diagram):
         app.command()(reporting(command))
     app.command()(demo)
     return app
