@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine
@@ -77,11 +77,20 @@ def test_a_run_is_started_with_json_and_its_result_is_waited_for(
         "function": "ship",
         "idempotency_key": "k",
         "tenant": "acme",
+        "status": "ready",
     }
     waiter = Background(lambda: answered("result", target, ident))
     eventually(awaited(engine, summary.identity[0]), "the command waits")
     jobs.execute(summary.handle)
     assert json.loads(waiter.result()) == {"number": 5}
+
+
+def test_a_start_that_starts_nothing_as_its_key_was_used_says_so(target: str, jobs: Functions[Job]) -> None:
+    ident = answered("start", target, "ship", '{"number": 4}', "--key", "k").strip()
+    jobs.execute(UUID(ident))
+    again = call("start", target, "ship", '{"number": 4}', "--key", "k")
+    assert (again.exit_code, again.stdout) == (0, f"{ident}\n")
+    assert again.stderr == "This run was started before, with the same key, and is done; nothing was started.\n"
 
 
 def test_a_function_without_input_is_started_so_and_later(target: str, jobs: Functions[Job]) -> None:

@@ -49,7 +49,11 @@ def make_app() -> typer.Typer:
 
     @app.callback()
     def root(*, version: bool = shown) -> None:
-        """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL."""
+        """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL.
+
+        Exit status: 0 done; 1 refused, not there, or an error, of which a line says what to do; 2 the command cannot be
+        meant like that, and nothing was done.
+        """
 
     of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
     for command in (*of_runs, worker, diagram):

@@ -12,7 +12,7 @@ from sqla_durable.cli.form import OpenFunctions
 from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.options import AsJson, FunctionsTarget, Ident, age, json_of
-from sqla_durable.cli.output import jsonable, write_json
+from sqla_durable.cli.output import jsonable, say, write_json
 from sqla_durable.cli.target import functions_at
 from sqla_durable.exc import RunNotFound
 
@@ -29,20 +29,33 @@ def start(
     delay: Annotated[
         timedelta | None, typer.Option(parser=age, metavar="DURATION", help="Not due before: 90s, 15m, 2h, 7d.")
     ] = None,
-    priority: Annotated[int | None, typer.Option(metavar="N", help="A higher one is carried out first.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="From 0 to 9; a higher one is carried out first.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a run of a function, and write its IDENT."""
     inputs = [] if given is None else [json_of(given)]
     with OpenFunctions(functions_at(target)) as functions:
+        # Asked before: what a worker has taken at once is no sign of it.
+        same = [] if key is None else functions.find(function=name, key=key, tenant=tenant)
         handle = functions.start(name, *inputs, key=key, tenant=tenant, run_at=delay, priority=priority)
         ident = Idents(functions.rows).write((handle.id,))
+        seen = functions.describe((handle.id,))
     if as_json:
         write_json(
-            {"ident": ident, "function": handle.function, "idempotency_key": handle.key, "tenant": handle.tenant}
+            {
+                "ident": ident,
+                "function": handle.function,
+                "idempotency_key": handle.key,
+                "tenant": handle.tenant,
+                "status": seen and seen.status.value,
+            }
         )
     else:
         typer.echo(ident)
+        if seen is not None and (handle.id,) in [summary.identity for summary in same]:
+            say(f"This run was started before, with the same key, and is {seen.status}; nothing was started.")
 
 
 @grouped
