@@ -139,6 +139,7 @@ class AsyncRuns(Generic[RunT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        key: str | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[RunSummary]:
@@ -151,6 +152,7 @@ class AsyncRuns(Generic[RunT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            key=key,
             limit=limit,
             after=after,
         )
