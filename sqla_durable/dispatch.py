@@ -368,7 +368,11 @@ class Serving(Generic[WorkT]):
         return Dispatcher(works, slots, room, self._poll, self._grace)
 
     def _log_start(self) -> None:
-        log.info("working on %s", ", ".join(work.verbs.runs.entity.__name__ for work in self._works))
+        known: dict[str, list[str]] = {}
+        for work in self._works:
+            functions = known.setdefault(work.verbs.runs.entity.__name__, [])
+            functions += [each for each in work.verbs.knows() if each not in functions]
+        log.info("working on %s", ", ".join(f"{name} ({', '.join(of)})" if of else name for name, of in known.items()))
 
     def _check(self, **durations: timedelta) -> None:
         """Refuse what a worker cannot work with, naming the parameter and the remedy."""
@@ -416,14 +420,22 @@ def works_of(given: WorkT | HasWorks[WorkT]) -> Sequence[WorkT]:
 
 def report(work: AnyWork, holder: Holder[Any], outcome: Outcome) -> None:
     """Log how a run ended."""
-    name, identity = work.verbs.runs.entity.__name__, holder.lease.identity
     # A run that waits for something outside is carried out as intended, unless it could not be asked.
-    if outcome.ending in {Ending.LANDED, Ending.SUSPENDED} and outcome.failure is None:
-        log.debug("%s %r is %s", name, identity, outcome.status)
+    intended = outcome.ending in {Ending.LANDED, Ending.SUSPENDED} and outcome.failure is None
+    if intended and not log.isEnabledFor(logging.DEBUG):
+        return
+    name = work.verbs.named(holder)
+    if intended:
+        log.debug("%s is %s", name, outcome.status)
     elif outcome.ending is Ending.LANDED:
-        log.error("%s %r is %s", name, identity, outcome.status, exc_info=outcome.exception)
+        log.error("%s is %s", name, outcome.status, exc_info=outcome.exception)
     else:
-        log.warning("%s %r: %s (%s)", name, identity, outcome.ending, outcome.exception or outcome.status)
+        why = outcome.status if outcome.exception is None else _in_a_line(outcome.exception)
+        log.warning("%s: %s (%s)", name, outcome.ending, why)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def seconds(retry: Retry, failures: int) -> float:

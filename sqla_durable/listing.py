@@ -19,6 +19,7 @@ from sqlalchemy import (
     func,
     literal,
     literal_column,
+    null,
     or_,
     select,
     tuple_,
@@ -50,6 +51,8 @@ class RunSummary:
     :param available_at: when it is due, if it is ready.
     :param lease_expires_at: when its lease lapses; None unless it is running.
     :param cancel_requested_at: when somebody first asked for it to be cancelled.
+    :param key: the idempotency key that it was started with, where its class has :class:`.KeyMixin`.
+    :param waits_for: the name of the signal that it waits for, where its class has :class:`.WaitMixin`.
     :param failure: its last error; without the traceback where many runs were read.
     :param lapsed: whether its lease has run out, on the database clock, and nobody has reaped it yet.
     :param age: for how long the row has existed, on the database clock.
@@ -67,6 +70,8 @@ class RunSummary:
     available_at: datetime
     lease_expires_at: datetime | None
     cancel_requested_at: datetime | None
+    key: str | None
+    waits_for: str | None
     failure: Failure | None
     lapsed: bool
     age: timedelta
@@ -82,6 +87,7 @@ class RunConditions(TypedDict, total=False):
     error: str | None
     owner: str | None
     cancel_requested: bool | None
+    key: str | None
 
 
 def page(
@@ -135,8 +141,12 @@ def wanted(
     error: str | None = None,
     owner: str | None = None,
     cancel_requested: bool | None = None,
+    key: str | None = None,
 ) -> list[ColumnElement[bool]]:
-    """Return the conditions that a caller of ``find`` asks for."""
+    """Return the conditions that a caller of ``find`` asks for.
+
+    :raises UsageError: for a key of runs that have none, and as :func:`statuses` and :func:`ago`.
+    """
     conditions: list[ColumnElement[bool]] = []
     if status is not None:
         conditions.append(runs.status.in_([runs.constant(each) for each in statuses(runs, status)]))
@@ -152,6 +162,11 @@ def wanted(
     if cancel_requested is not None:
         requested = runs.cancel_requested_at
         conditions.append(requested.is_not(None) if cancel_requested else requested.is_(None))
+    if key is not None:
+        if runs.idempotency_key is None:
+            name = runs.entity.__name__
+            raise UsageError(f"{name} has no idempotency keys; declare it as class {name}(KeyMixin, RunMixin, ...).")
+        conditions.append(runs.idempotency_key == key)
     return conditions
 
 
@@ -217,6 +232,7 @@ def _summaries(runs: RunRows[Any], extras: Sequence[ColumnElement[Any]], *, trac
         runs.available_at,
         runs.lease_expires_at,
         runs.cancel_requested_at,
+        *(sql_cast(null(), Text) if column is None else column for column in (runs.idempotency_key, runs.waits_for)),
         # As text, since the user's engine may decode JSON its own way.
         sql_cast(error if traceback else error.op("-", return_type=JSONB())(sql_cast("traceback", Text)), Text),
         func.coalesce(runs.lease_expires_at <= clock.now(), false()),

@@ -182,6 +182,7 @@ class Runs(Generic[RunT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        key: str | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[RunSummary]:
@@ -195,9 +196,12 @@ class Runs(Generic[RunT]):
         :param error: only runs whose last error has this text in its type or message, in upper or lower case.
         :param owner: only runs whose lease carries this name.
         :param cancel_requested: only runs that somebody did, or did not, ask to be cancelled.
+        :param key: only runs with this idempotency key; no index finds them by that alone where there is a
+         ``__key_scope__``.
         :param limit: how many at the most.
         :param after: the ``cursor`` of the last run of the page before.
-        :raises UsageError: for a status of another machine, a duration out of range, or a cursor of another table.
+        :raises UsageError: for a status of another machine, a duration out of range, a cursor of another table, or a
+         key of runs that have none.
         """
         return self._verbs.find(
             status=status,
@@ -206,6 +210,7 @@ class Runs(Generic[RunT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            key=key,
             limit=limit,
             after=after,
         )

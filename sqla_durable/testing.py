@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
-from sqlalchemy import func, update
+from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from sqla_durable import clock
 from sqla_durable.exc import RunNotFound, UsageError
+from sqla_durable.functions.handle import FunctionHandle
+from sqla_durable.functions.model import FunctionMixin, FunctionRows
+from sqla_durable.functions.waiting import by_key, found, known_id
 from sqla_durable.holder import stored_key
 from sqla_durable.machine import names_of
 from sqla_durable.receipt import ReceiptMixin, ReceiptRows, StepOutcome, step_key
-from sqla_durable.rows import arguments
+from sqla_durable.rows import Rows, arguments
 from sqla_durable.run import RunMixin, RunRows
 
 _SECOND = timedelta(seconds=1)
@@ -25,7 +28,7 @@ def lapse(session: Session, run: type[RunMixin], ident: object) -> None:
 
     :param session: the caller's session; nothing is committed here.
     :param run: the run class.
-    :param ident: the primary key, or the loaded object.
+    :param ident: the primary key, the loaded object, or the handle of a function's run.
     :raises RunNotFound: where no such run is running.
     """
     rows: RunRows[Any] = RunRows(run)
@@ -37,7 +40,7 @@ def make_due(session: Session, run: type[RunMixin], ident: object) -> None:
 
     :param session: the caller's session; nothing is committed here.
     :param run: the run class.
-    :param ident: the primary key, or the loaded object.
+    :param ident: the primary key, the loaded object, or the handle of a function's run.
     :raises RunNotFound: where no such run is ready.
     """
     rows: RunRows[Any] = RunRows(run)
@@ -49,7 +52,7 @@ def expire(session: Session, run: type[RunMixin], ident: object) -> None:
 
     :param session: the caller's session; nothing is committed here.
     :param run: the run class.
-    :param ident: the primary key, or the loaded object.
+    :param ident: the primary key, the loaded object, or the handle of a function's run.
     :raises RunNotFound: where no such run is in a status that can expire.
     """
     rows: RunRows[Any] = RunRows(run)
@@ -63,7 +66,7 @@ def overrun(session: Session, run: type[RunMixin], ident: object) -> None:
 
     :param session: the caller's session; nothing is committed here.
     :param run: the run class.
-    :param ident: the primary key, or the loaded object.
+    :param ident: the primary key, the loaded object, or the handle of a function's run.
     :raises RunNotFound: where no such run is running.
     """
     rows: RunRows[Any] = RunRows(run)
@@ -77,7 +80,7 @@ def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, 
 
     :param session: the caller's session; nothing is committed here.
     :param receipt: the receipt class.
-    :param ident: the primary key of the run, or the loaded object.
+    :param ident: the primary key of the run, the loaded object, or the handle of a function's run.
     :param key: the step's key.
     :raises RunNotFound: where no such run is ready, or none that waits in that step until an instant.
     """
@@ -91,15 +94,33 @@ def let_pass(session: Session, receipt: type[ReceiptMixin[Any]], ident: object, 
         .values({**rows.untouched(), rows.ids: past})
         .returning(rows.step)
     )
-    parameters = {**rows.runs.parameters(rows.runs.identity(ident)), **arguments(step=stored_key(key))}
+    identity = _identity(session, rows.runs, ident)
+    parameters = {**rows.runs.parameters(identity), **arguments(step=stored_key(key))}
     if session.connection(bind_arguments={"mapper": rows.mapper}).execute(statement, parameters).first() is None:
         raise RunNotFound(
-            f"no {rows.runs.entity.__name__} with the key {ident!r} waits in step {key!r} until an instant."
+            f"no {rows.runs.entity.__name__} with the key {identity!r} waits in step {key!r} until an instant."
         )
 
 
+def _identity(session: Session, rows: Rows[Any], ident: object) -> tuple[Any, ...]:
+    """Return the primary key of a run; that of a handle without one is looked up by its key."""
+    if not _is_handle(ident):
+        return rows.identity(ident)
+    if not issubclass(rows.entity, FunctionMixin):
+        raise UsageError(f"{rows.entity.__name__} is not the run class of functions, whose run {ident!r} stands for.")
+    if (known := known_id(ident)) is None:
+        runs: FunctionRows[Any] = FunctionRows(rows.entity)
+        statement = select(runs.id).where(*by_key(runs, ident))
+        known = found(session.connection(bind_arguments={"mapper": rows.mapper}).execute(statement).first(), ident)[0]
+    return (known,)
+
+
+def _is_handle(ident: object) -> TypeGuard[FunctionHandle[Any]]:
+    return isinstance(ident, FunctionHandle)
+
+
 def _move(session: Session, rows: RunRows[Any], ident: object, column: Any, *statuses: Any, before: Any = None) -> None:
-    identity = rows.identity(ident)
+    identity = _identity(session, rows, ident)
     past: Any = clock.stamp() - clock.interval(_SECOND)
     moved = {column: past if before is None else past - before}
     statement = rows.update(rows.lock(rows.matches(), rows.status.in_(statuses)), moved).returning(column)

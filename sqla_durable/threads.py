@@ -110,7 +110,7 @@ class Threads:
         try:
             outcome = work.execute(holder, partial(self._give_up, holder))
         except BaseException:  # noqa: BLE001 - one failing run never stops the others
-            log.exception("%r of %r was interrupted", holder.lease, work)
+            log.exception("%s was interrupted", _name(claimed))
             interrupted = True
         if self._carried_out.pop(holder, None) is None:
             log.info("the handler of %s has returned, long after its run had ended", _name(claimed))
@@ -148,9 +148,9 @@ def _conclude(claimed: _Claimed, unknown: RetryableError | None) -> Callable[[],
         outcome = work.verbs.conclude(holder, unknown)
         report(work, holder, outcome)
     except BaseException:  # noqa: BLE001 - as above
-        log.exception("%r of %r was interrupted", holder.lease, work)
+        log.exception("%s was interrupted", _name(claimed))
     return ended(holder, outcome)
 
 
 def _name(claimed: _Claimed) -> str:
-    return f"{claimed.work.verbs.runs.entity.__name__} {claimed.holder.lease.identity!r}"
+    return claimed.work.verbs.named(claimed.holder)

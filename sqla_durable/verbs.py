@@ -56,6 +56,15 @@ class Verbs(Generic[RunT]):
         """Make what claims its runs."""
         return Claims(self.store, self.reading, owner)
 
+    def named(self, holder: Holder[RunT]) -> str:
+        """Return how the log calls a run."""
+        identity = holder.lease.identity
+        return f"{self.runs.entity.__name__} {identity[0] if len(identity) == 1 else identity}"
+
+    def knows(self) -> Sequence[str]:
+        """Return the names of the functions that can be carried out; none where there is no such thing."""
+        return ()
+
     def extras(self) -> Sequence[ColumnElement[Any]]:
         """What is read for a summary beside what every run has."""
         return ()

@@ -23,7 +23,7 @@ from tests.support_branch_reset import EXAMPLES, Process, environ
 NAME = "fulfilment"
 MODULES = "models", "messages", "payments", "database", "steps", "fulfil", "report", "shop", "worker"
 LONG = timedelta(hours=1)
-DUE = "SELECT count(*) FROM durable_run WHERE (status = 'running' OR status = 'ready' AND available_at <= now()"
+DUE = "SELECT count(*) FROM fulfilment_run WHERE (status = 'running' OR status = 'ready' AND available_at <= now()"
 
 
 class App:
@@ -154,7 +154,7 @@ class App:
     def is_working(self) -> bool:
         """Whether a run is carried out."""
         with self.engine.connect() as connection:
-            return bool(connection.scalar(text("SELECT count(*) FROM durable_run WHERE status = 'running'")))
+            return bool(connection.scalar(text("SELECT count(*) FROM fulfilment_run WHERE status = 'running'")))
 
     def is_idle(self) -> bool:
         """Whether nothing is carried out, or due."""

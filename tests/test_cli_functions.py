@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine
@@ -76,11 +77,20 @@ def test_a_run_is_started_with_json_and_its_result_is_waited_for(
         "function": "ship",
         "idempotency_key": "k",
         "tenant": "acme",
+        "status": "ready",
     }
     waiter = Background(lambda: answered("result", target, ident))
     eventually(awaited(engine, summary.identity[0]), "the command waits")
     jobs.execute(summary.handle)
     assert json.loads(waiter.result()) == {"number": 5}
+
+
+def test_a_start_that_starts_nothing_as_its_key_was_used_says_so(target: str, jobs: Functions[Job]) -> None:
+    ident = answered("start", target, "ship", '{"number": 4}', "--key", "k").strip()
+    jobs.execute(UUID(ident))
+    again = call("start", target, "ship", '{"number": 4}', "--key", "k")
+    assert (again.exit_code, again.stdout) == (0, f"{ident}\n")
+    assert again.stderr == "This run was started before, with the same key, and is done; nothing was started.\n"
 
 
 def test_a_function_without_input_is_started_so_and_later(target: str, jobs: Functions[Job]) -> None:
@@ -122,8 +132,9 @@ def test_runs_are_listed_by_function_key_and_tenant(target: str, jobs: Functions
     (found,) = lines("runs", target, "--waiting")
     assert (found["function"], found["waiting"], found["steps"], found["state"]) == ("refuse", True, 0, None)
     head, *rows = answered("runs", target).splitlines()
-    assert head.split()[:3] == ["id", "function", "status"]
-    assert [row.split()[1] for row in rows] == ["refuse", "double"]
+    titles = ["id", "function", "key", "status", "attempts", "age", "waits for", "holder", "error"]
+    assert re.split(r"\s{2,}", head) == titles
+    assert [row.split()[1:3] for row in rows] == [["refuse", "ready"], ["double", "k"]]
     code, line = refused("runs", target, "--status", "gone")
     assert (code, "'gone' is not a status of Job" in line) == (2, True)
 
@@ -153,7 +164,7 @@ def test_a_run_is_shown_with_its_steps(target: str, jobs: Functions[Job]) -> Non
     assert [receipt["step"] for receipt in shown["receipts"]] == ["one"]
     text = answered("show", target, handle.id)
     assert f"Job {handle.id} is done." in text
-    assert {("of", "function", "nothing"), ("with", "the", "key", "k")} <= {
+    assert {("function", "nothing"), ("key", "k"), ("state", "half")} <= {
         tuple(line.split()) for line in text.splitlines()
     }
 
@@ -203,9 +214,13 @@ def test_lapsed_ones_are_reaped_and_old_ones_purged(target: str, jobs: Functions
 
 
 def test_conditions_on_functions_are_refused_for_other_runs(engine: Engine) -> None:
-    for option in "--function", "--key", "--tenant":
+    for option, what in (
+        ("--function", "a Functions"),
+        ("--tenant", "a Functions"),
+        ("--key", "runs that have idempotency"),
+    ):
         code, line = refused("runs", "tests.support:Plan", "--url", engine.url.render_as_string(False), option, "x")
-        assert (code, f"{option} goes with a Functions" in line) == (2, True)
+        assert (code, f"{option} goes with {what}" in line) == (2, True)
 
 
 def test_json_of_a_request_is_decoded_as_the_input(jobs: Functions[Job]) -> None:

@@ -65,9 +65,9 @@ def test_a_run_is_shown_with_its_columns_failures_and_receipts(
     assert (found[".actions"], found[".note"]) == ('[1, "two"]', "mine")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}\+\d\d:\d\d, [\d.]+s ago", found["created"])
     assert found["error"].startswith("sqlalchemy.exc.DataError: (psycopg.errors.DivisionByZero) division by zero")
-    header, (at, attempt, error) = part(shown, "Failures")
-    assert header == ["at", "attempt", "error"]
-    assert attempt == "1"
+    header, (at, attempt, step, error) = part(shown, "Failures")
+    assert header == ["at", "attempt", "step", "error"]
+    assert (attempt, step) == ("1", "last")
     assert at.endswith("s ago")
     assert found["error"].startswith(error.removesuffix("..."))
     assert "SELECT 1 / 0" in found["error"], "it is shown in full, on one line"
@@ -92,7 +92,7 @@ def test_its_json_has_everything(target: str, plans: Runs[Plan], session_factory
     assert list(shown)[-3:] == ["columns", "failures", "receipts"]
     assert shown["columns"] == {"actions": [1, "two"], "note": "mine"}
     (failure,) = shown["failures"]
-    assert failure["attempt"] == 1
+    assert (failure["attempt"], failure["step"]) == (1, "last")
     assert datetime.fromisoformat(failure["at"])
     assert failure["type"] == shown["error"]["type"] == "sqlalchemy.exc.DataError"
     first, call, last = shown["receipts"]
@@ -110,6 +110,22 @@ def test_its_json_has_everything(target: str, plans: Runs[Plan], session_factory
     assert call["result"] == "x" * 300
     assert (last["outcome"], last["result"], last["error"]) == ("failed", None, shown["error"])
     assert list(shown["error"]) == ["type", "message"]
+
+
+def test_a_failure_outside_of_steps_has_none(
+    target: str, plans: Runs[Plan], session_factory: sessionmaker[Session]
+) -> None:
+    def fails(run: Run[Plan]) -> None:
+        run.step("first", lambda session: None)
+        raise ValueError("no")
+
+    ident = approved_plan(session_factory)
+    plans.execute(ident, fails)
+    with session_factory.begin() as session:
+        session.execute(text("""UPDATE plan SET failures = failures || (failures -> 0) - 'step'"""))
+    header, *failures = part(answered("show", target, ident), "Failures")
+    assert header == ["at", "attempt", "step", "error"]
+    assert [failure[1:] for failure in failures] == [["1", "ValueError: no"]] * 2
 
 
 def test_an_operation_that_has_not_ended_is_shown_with_its_ids(

@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, func, select
+from sqlalchemy import inspect as inspect_database
 from sqlalchemy.orm import Session
 
 import sqla_durable
@@ -29,7 +30,7 @@ from sqla_durable import Lifecycle, Retry, Run, Runs, StatusMachine, Worker, cla
 from sqla_durable.demo.plan import PlanFile
 from sqla_durable.receipt import ReceiptRows
 from sqla_durable.run import RunRows
-from tests.support import eventually
+from tests.support import eventually, wait_until_blocked
 from tests.support_statements import statements
 
 ROOT = Path(__file__).parents[1]
@@ -175,6 +176,72 @@ def test_an_example_runs_as_a_program_and_runs_again(example: Path, workplace: N
     runner = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"] if example.stem.startswith("test_") else []
     for _ in range(1 if runner else 2):
         run_program(*runner, str(example))
+
+
+@pytest.mark.slow
+def test_the_code_of_the_pages_is_typed(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="the extra dev has mypy")
+    for page in pages_with("python"):
+        lines: list[str] = []
+        for block in blocks(page, "python"):
+            if block.file is None:  # else it is checked among the examples
+                lines += [""] * (block.line - len(lines)) + block.text.splitlines()
+        module = re.sub(r"\W", "_", named(page).removesuffix(".md"))
+        (tmp_path / f"{module}.py").write_text("\n".join(lines) + "\n")
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache" / "pages")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *cache, "."],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": os.pathsep.join([str(EXAMPLES), str(ROOT), str(ROOT / "typings")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """The code that a reader may run, by where it is; a file that pages show is one of the examples."""
+    for page in pages_with("python"):
+        yield named(page), "".join(block.text for block in blocks(page, "python") if block.file is None)
+    for file in EXAMPLES.rglob("*.py"):
+        yield named(file), file.read_text()
+
+
+def test_pages_and_examples_share_no_table_unless_they_share_its_class() -> None:
+    tables = [(table, where) for where, text in sources() for table in re.findall(r'__tablename__ = "(\w+)"', text)]
+    places = {table: {where for name, where in tables if name == table} for table, _ in tables}
+    assert not {table: where for table, where in places.items() if len(where) > 1}
+
+
+SETUPS = {
+    "outbox": "from outbox.database import create_tables; create_tables()",
+    "branch_reset": "from branch_reset.database import create_tables; create_tables()",
+    "fulfilment": "from fulfilment.database import create_tables; create_tables()",
+    "approved_plan": "import os; from approved_plan.__main__ import prepare; prepare(os.environ['DATABASE_URL'])",
+}
+
+
+@pytest.mark.parametrize("example", SETUPS)
+def test_processes_of_an_example_that_begin_at_once_make_its_tables_one_after_the_other(
+    example: str, workplace: None
+) -> None:
+    engine = create_engine(os.environ["DATABASE_URL"])
+    command = [sys.executable, "-c", SETUPS[example]]
+    with engine.connect() as connection:
+        connection.execute(select(func.pg_advisory_xact_lock(4711)))
+        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        try:
+            wait_until_blocked(engine, len(processes))
+            connection.rollback()
+            said = [process.communicate(timeout=60)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert inspect_database(engine).get_table_names()
+    engine.dispose()
 
 
 def test_the_worker_finishes_what_it_is_at_when_it_is_told_to_stop(workplace: None) -> None:

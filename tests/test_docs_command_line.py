@@ -32,8 +32,8 @@ def shell(empty_url: str, tmp_path: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
-    prepare, *_ = blocks(HOWTO, "python")
-    subprocess.run([sys.executable, "-c", prepare.text], cwd=EXAMPLES, env=environment, check=True, capture_output=True)
+    prepare = "".join(block.text for block in blocks(HOWTO, "python")[:2])
+    subprocess.run([sys.executable, "-c", prepare], cwd=EXAMPLES, env=environment, check=True, capture_output=True)
     return environment
 
 
@@ -42,6 +42,7 @@ def lasting(shown: str) -> list[str]:
     shown = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}\+\d\d:\d\d", "TIME", shown)
     shown = re.sub(r"(?<![\w.])\+?\d+(\.\d+)?[smh]( \d+[smh])?(?= ago|\s|$)", "DURATION", shown, flags=re.MULTILINE)
     shown = re.sub(r"[\w.-]+:\d+:[0-9a-f]{8}", "HOLDER", shown)
+    shown = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", shown)
     return [re.sub(r" {2,}", "  ", line) for line in shown.splitlines()]
 
 
@@ -49,7 +50,7 @@ def test_the_output_of_each_command_is_what_the_page_shows(shell: dict[str, str]
     shown = "\n".join(block.text for block in blocks(HOWTO, "console"))
     commands = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE)
     ours = [(command, output) for command, output in commands if command.startswith("sqla-durable ")]
-    assert len(ours) == 9
+    assert len(ours) == 12
     for command, output in ours:
         done = subprocess.run(
             command, shell=True, cwd=EXAMPLES, env=shell, capture_output=True, text=True, timeout=60, check=False
@@ -86,9 +87,15 @@ def test_the_reference_has_every_option_and_no_other(name: str) -> None:
     assert {opt for row in rows for opt in re.findall(r"--[\w-]+", row)} == options - {"--help"}
 
 
+def written(argument: Any) -> str:
+    """An argument as the usage has it."""
+    name = argument.metavar if argument.required else f"[{argument.metavar}]"
+    return f"{name}..." if argument.nargs == -1 else str(name)
+
+
 @pytest.mark.parametrize("name", commands())
 def test_a_title_in_the_reference_has_the_arguments(name: str) -> None:
-    arguments = [each.metavar for each in commands()[name].params if not each.opts[0].startswith("--")]
+    arguments = [written(each) for each in commands()[name].params if not each.opts[0].startswith("--")]
     assert f"\n## `{' '.join(['sqla-durable', name, *arguments])}`\n" in REFERENCE.read_text()
 
 

@@ -317,7 +317,7 @@ def test_a_step_that_fails_leaves_the_ones_before_it_done_and_is_not_tried_again
     refused = {"reason": "refused", "detail": "shop does not have 5000"}
     assert first.json()["failure"] == first.json()["receipts"][1]["failure"] == refused
     with Session(engine) as session, session.begin():
-        session.execute(text("UPDATE account SET balance = 9999 WHERE name = 'shop'"))
+        session.execute(text("UPDATE approved_account SET balance = 9999 WHERE name = 'shop'"))
     again = server.post(plan, "execute")
     assert (again.status_code, again.content) == (200, first.content)
     assert effects(engine)[0] == MOVED[0]

@@ -66,7 +66,7 @@ def test_an_order_and_its_run_exist_if_and_only_if_the_caller_commits(app: App) 
         app.order(1, quantity=3)
     with app.engine.connect() as connection:
         orders = connection.execute(
-            text("SELECT o.quantity, r.id FROM shop_order o JOIN durable_run r ON order_id = o.id")
+            text("SELECT o.quantity, r.id FROM fulfilment_order o JOIN fulfilment_run r ON order_id = o.id")
         )
         assert [tuple(row) for row in orders] == [(2, app.order(1, quantity=2).id)]
 
@@ -96,6 +96,16 @@ def test_what_is_not_there_is_not_sold(app: App) -> None:
     with pytest.raises(RunFailed, match="OutOfStock: there are not 21 of book"):
         app.functions.result(handle)
     assert (app.status(1), app.stock(), len(app.book.charges)) == ("refused", BOOKS, 0)
+
+
+def test_an_order_or_an_article_that_there_is_not_is_named(app: App) -> None:
+    with pytest.raises(app.shop.NotThere, match="there is no article 'teapot'"):
+        app.order(1, "teapot")
+    with pytest.raises(app.shop.NotThere, match="there is no order 77"):
+        app.pack(77)
+    with pytest.raises(app.shop.NotThere, match="there is no order 77"):
+        app.shop.say(77, app.withdrawal())
+    assert app.functions.find() == []
 
 
 def test_an_order_that_nobody_packs_is_refunded_and_the_stock_is_as_before(app: App) -> None:
@@ -252,8 +262,8 @@ def test_workers_killed_at_random_moments_take_the_stock_and_the_money_once(app:
         eventually(app.is_idle, "the end of all runs")
         assert worker.stop() == 0
     with app.engine.connect() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM durable_run WHERE attempts > 1")), "none was taken over"
-        assert connection.scalar(text("SELECT count(*) FROM durable_run WHERE status <> 'done'")) == 0
+        assert connection.scalar(text("SELECT count(*) FROM fulfilment_run WHERE attempts > 1")), "none was taken over"
+        assert connection.scalar(text("SELECT count(*) FROM fulfilment_run WHERE status <> 'done'")) == 0
     closed = sum(fate == "closed" for fate in fates.values())
     assert app.stock() == BOOKS - closed
     assert len(app.book.charges) == len(fates)

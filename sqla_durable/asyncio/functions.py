@@ -103,7 +103,10 @@ class AsyncFunctions(Generic[FunctionT]):
         [Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]],
         Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
     ]:
-        """Declare a coroutine function. See :meth:`.Functions.function`."""
+        """Declare a coroutine function. See :meth:`.Functions.function`.
+
+        :param max_duration: as there, by default one hour. The task is cancelled when it is over.
+        """
         refuse_name(name)
 
         def register(

@@ -141,6 +141,7 @@ class AsyncRuns(Generic[RunT]):
         error: str | None = None,
         owner: str | None = None,
         cancel_requested: bool | None = None,
+        key: str | None = None,
         limit: int = 100,
         after: str | None = None,
     ) -> list[RunSummary]:
@@ -153,6 +154,7 @@ class AsyncRuns(Generic[RunT]):
             error=error,
             owner=owner,
             cancel_requested=cancel_requested,
+            key=key,
             limit=limit,
             after=after,
         )

@@ -179,7 +179,7 @@ class _Tasks:
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException:  # noqa: BLE001 - one failing run never stops the others
-            log.exception("%r of %r was interrupted", holder.lease, work)
+            log.exception("%s was interrupted", work.verbs.named(holder))
             return None
         report(work, holder, outcome)
         return outcome

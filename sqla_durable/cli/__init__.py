@@ -35,6 +35,7 @@ def make_app() -> typer.Typer:
         from sqla_durable.cli.partitions import partitions
         from sqla_durable.cli.runs import runs
         from sqla_durable.cli.show import show
+        from sqla_durable.cli.signal import signal
         from sqla_durable.cli.worker import worker
         from sqla_durable.demo.command import demo
 
@@ -49,22 +50,14 @@ def make_app() -> typer.Typer:
 
     @app.callback()
     def root(*, version: bool = shown) -> None:
-        """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL."""
+        """Durable step execution on your own SQLAlchemy models, in your own PostgreSQL.
 
-    commands: list[Callable[..., None]] = [
-        runs,
-        show,
-        start,
-        result,
-        requeue,
-        cancel,
-        reap,
-        purge,
-        partitions,
-        worker,
-        diagram,
-    ]
-    for command in commands:
+        Exit status: 0 done; 1 refused, not there, or an error, of which a line says what to do; 2 the command cannot be
+        meant like that, and nothing was done.
+        """
+
+    of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
+    for command in (*of_runs, partitions, worker, diagram):
         app.command()(reporting(command))
     app.command()(demo)
     return app

@@ -99,6 +99,10 @@ class OpenRuns:
         """See :meth:`.Runs.request_cancel`; here in a transaction of its own."""
         return bool(self._begun(lambda session: self._runs.request_cancel(session, ident)))
 
+    def signal(self, ident: object, name: str, payload: object) -> bool:
+        """See :meth:`.Runs.signal`; here in a transaction of its own."""
+        return bool(self._begun(lambda session: self._runs.signal(session, ident, name, payload)))
+
     def cancel_all(self, **conditions: Any) -> int:
         """See :meth:`.Runs.cancel_all`; here in a transaction of its own."""
         return int(self._begun(lambda session: self._runs.cancel_all(session, **conditions)))
@@ -165,6 +169,10 @@ class OpenFunctions(OpenRuns):
     def request_cancel(self, ident: object) -> bool:
         """See :meth:`.Functions.request_cancel`; here in a transaction of its own."""
         return super().request_cancel(_id(ident))
+
+    def signal(self, ident: object, name: str, payload: object) -> bool:
+        """See :meth:`.Functions.signal`; here in a transaction of its own."""
+        return super().signal(_id(ident), name, payload)
 
     def start(self, name: str, *inputs: object, **options: Any) -> FunctionHandle:
         """See :meth:`.Functions.start`; here in a transaction of its own.

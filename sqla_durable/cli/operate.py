@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from enum import StrEnum
@@ -10,80 +10,36 @@ from typing import Annotated
 
 import typer
 
-from sqla_durable.cli.conditions import conditions_of, statuses_of
-from sqla_durable.cli.errors import CommandError
+from sqla_durable.cli.chosen import SomeRuns
+from sqla_durable.cli.conditions import statuses_of
 from sqla_durable.cli.form import OpenRuns, opened
+from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
-from sqla_durable.cli.options import (
-    AsJson,
-    AtMost,
-    ErrorText,
-    Everything,
-    Function,
-    NewerThan,
-    OlderThan,
-    SomeIdents,
-    Statuses,
-    Target,
-    Tenant,
-    Url,
-    age,
-)
+from sqla_durable.cli.options import AsJson, AtMost, SomeIdents, Statuses, Target, Url, age
 from sqla_durable.cli.output import printable, write_json
 from sqla_durable.machine import names_of
+from sqla_durable.rows import Ident
 
 
+@grouped
 def requeue(
-    target: Target,
-    idents: SomeIdents = None,
-    *,
-    url: Url = None,
-    status: Statuses = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    error: ErrorText = None,
-    function: Function = None,
-    tenant: Tenant = None,
-    everything: Everything = False,
-    limit: AtMost = None,
-    as_json: AsJson = False,
+    target: Target, idents: SomeIdents = None, *, url: Url = None, which: SomeRuns, as_json: AsJson = False
 ) -> None:
     """Give terminal runs another life: ready, attempts reset.
 
     Exit status 1 where one was not requeued.
     """
     with opened(target, url) as runs:
-        conditions = conditions_of(
-            runs,
-            status=status,
-            older_than=older_than,
-            newer_than=newer_than,
-            error=error,
-            function=function,
-            tenant=tenant,
-        )
-        if _are_named(idents, conditions, everything=everything, limit=limit):
-            words = "requeued", "not requeued"
-            taken_from = runs.rows.lifecycle.requeue
-            _each(runs, idents or (), runs.requeue, words, as_json=as_json, taken_from=taken_from)
+        if (named := which.named(runs, idents)) is None:
+            _said(runs.requeue_all(**which.options(runs)), "requeued", as_json=as_json)
         else:
-            _said(runs.requeue_all(limit=limit, everything=everything, **conditions), "requeued", as_json=as_json)
+            words = "requeued", "not requeued"
+            _each(runs, named, runs.requeue, words, as_json=as_json, taken_from=runs.rows.lifecycle.requeue)
 
 
+@grouped
 def cancel(
-    target: Target,
-    idents: SomeIdents = None,
-    *,
-    url: Url = None,
-    status: Statuses = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    error: ErrorText = None,
-    function: Function = None,
-    tenant: Tenant = None,
-    everything: Everything = False,
-    limit: AtMost = None,
-    as_json: AsJson = False,
+    target: Target, idents: SomeIdents = None, *, url: Url = None, which: SomeRuns, as_json: AsJson = False
 ) -> None:
     """Ask for live runs to be cancelled.
 
@@ -92,24 +48,10 @@ def cancel(
     Exit status 1 where one has ended already, or is not there.
     """
     with opened(target, url) as runs:
-        conditions = conditions_of(
-            runs,
-            status=status,
-            older_than=older_than,
-            newer_than=newer_than,
-            error=error,
-            function=function,
-            tenant=tenant,
-        )
-        if _are_named(idents, conditions, everything=everything, limit=limit):
-            words = "cancel requested", "cancel refused"
-            _each(runs, idents or (), runs.request_cancel, words, as_json=as_json)
+        if (named := which.named(runs, idents)) is None:
+            _said(runs.cancel_all(**which.options(runs)), "asked to be cancelled", as_json=as_json)
         else:
-            _said(
-                runs.cancel_all(limit=limit, everything=everything, **conditions),
-                "asked to be cancelled",
-                as_json=as_json,
-            )
+            _each(runs, named, runs.request_cancel, ("cancel requested", "cancel refused"), as_json=as_json)
 
 
 def reap(
@@ -143,18 +85,6 @@ def purge(
     _said(purged, "purged", as_json=as_json)
 
 
-def _are_named(
-    idents: Sequence[str] | None, conditions: Mapping[str, object], *, everything: bool, limit: int | None
-) -> bool:
-    """Whether runs are named one by one, having refused what says both, or nothing."""
-    chosen = bool(conditions) or everything
-    if idents and (chosen or limit is not None):
-        raise CommandError("IDENTs say which runs are meant; leave the conditions out.")
-    if not idents and not chosen:
-        raise CommandError("nothing says which runs are meant; give IDENTs, a condition, or --all.")
-    return bool(idents)
-
-
 def _said(count: int, done: str, *, as_json: bool) -> None:
     if as_json:
         write_json({done.replace(" ", "_"): count})
@@ -164,7 +94,7 @@ def _said(count: int, done: str, *, as_json: bool) -> None:
 
 def _each(
     runs: OpenRuns,
-    arguments: Sequence[str],
+    identities: Sequence[Ident],
     verb: Callable[[object], bool],
     words: tuple[str, str],
     *,
@@ -173,7 +103,7 @@ def _each(
 ) -> None:
     idents = Idents(runs.rows)
     refused = False
-    for identity in idents.read(arguments):
+    for identity in identities:
         won = verb(identity)
         refused |= not won
         # What it is now: somebody else may have moved it meanwhile.

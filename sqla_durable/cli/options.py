@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sqla_durable.cli.durations import duration
+from sqla_durable.cli.errors import CommandError
 
 RUNS = (
     "a Runs, an AsyncRuns, a Functions of either form, a run class with --url, or a callable that returns one of these"
@@ -22,17 +25,30 @@ Url = Annotated[
 FunctionsTarget = Annotated[
     str, typer.Argument(metavar="TARGET", help=f"{FUNCTIONS[0].upper()}{FUNCTIONS[1:]}, as module:object.")
 ]
-Ident = Annotated[list[str], typer.Argument(metavar="IDENT", help="Its primary key; a composite one with commas.")]
-Idents = Annotated[
-    list[str], typer.Argument(metavar="IDENT...", help="Primary keys; the parts of a composite one with commas.")
+Ident = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="IDENT", help="Its primary key; the parts of a composite one with commas."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
 SomeIdents = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[IDENT...]", help="Primary keys; or none, and conditions that say which runs are meant."),
+    typer.Argument(metavar="IDENT", help="Primary keys; or none, and conditions that say which runs are meant."),
 ]
+
+
+def json_of(text: str) -> Any:
+    """Read the JSON of an argument; of standard input, where it is a dash.
+
+    :raises CommandError: where it is none.
+    """
+    given = sys.stdin.read() if text == "-" else text
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        what = "what standard input has" if text == "-" else f"{text!r:.200}"
+        raise CommandError(f"{what} is not JSON: {error}; a text has double quotes, as in '\"ada\"'.") from error
 
 
 def age(text: str) -> timedelta:
@@ -46,18 +62,5 @@ def age(text: str) -> timedelta:
 Statuses = Annotated[
     list[str] | None, typer.Option("--status", metavar="STATUS", help="Only these; may be given several times.")
 ]
-OlderThan = Annotated[
-    timedelta | None,
-    typer.Option(parser=age, metavar="DURATION", help="Only runs inserted longer ago: 90s, 15m, 2h, 7d."),
-]
-NewerThan = Annotated[timedelta | None, typer.Option(parser=age, metavar="DURATION", help="Only runs inserted since.")]
-ErrorText = Annotated[
-    str | None,
-    typer.Option("--error", metavar="TEXT", help="Only runs with this in the type or message of their error."),
-]
-Owner = Annotated[str | None, typer.Option("--owner", metavar="NAME", help="Only runs whose lease carries this name.")]
-Function = Annotated[str | None, typer.Option("--function", metavar="NAME", help="Only runs of this function.")]
-Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Only runs of functions that have this key.")]
-Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only runs of functions of this tenant.")]
+Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="Only runs with this idempotency key.")]
 AtMost = Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="How many at the most.")]
-Everything = Annotated[bool, typer.Option("--all", help="All runs that it can be done to, without a condition.")]

@@ -11,11 +11,12 @@ from sqla_durable.cli.output import jsonable
 from sqla_durable.failure import Failure
 from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
+from sqla_durable.run import RunRows
 
 _TIMES = "created_at", "started_at", "finished_at", "available_at", "lease_expires_at", "cancel_requested_at"
 
 
-def record_of(summary: RunSummary, idents: Idents, *, traceback: bool = False) -> dict[str, Any]:
+def record_of(summary: RunSummary, idents: Idents, rows: RunRows[Any], *, traceback: bool = False) -> dict[str, Any]:
     """Return a run as a JSON object."""
     return {
         "ident": idents.write(summary.identity),
@@ -29,6 +30,8 @@ def record_of(summary: RunSummary, idents: Idents, *, traceback: bool = False) -
         "age_seconds": _seconds(summary.age),
         "error": error_of(summary.failure, traceback=traceback),
         "cursor": summary.cursor,
+        **({} if rows.idempotency_key is None else {"idempotency_key": summary.key}),
+        **({} if rows.waits_for is None else {"waits_for": summary.waits_for}),
         **(_function_of(summary) if isinstance(summary, FunctionSummary) else {}),
     }
 
@@ -36,7 +39,6 @@ def record_of(summary: RunSummary, idents: Idents, *, traceback: bool = False) -
 def _function_of(summary: FunctionSummary) -> dict[str, Any]:
     return {
         "function": summary.function,
-        "idempotency_key": summary.key,
         "tenant": summary.tenant,
         "priority": summary.priority,
         "waiting": summary.waiting,

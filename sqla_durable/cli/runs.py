@@ -9,50 +9,26 @@ from typing import Annotated, Any
 
 import typer
 
-from sqla_durable.cli.conditions import conditions_of
+from sqla_durable.cli.conditions import ListConditions
 from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.errors import CommandError
 from sqla_durable.cli.form import OpenFunctions, OpenRuns, opened
+from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
-from sqla_durable.cli.options import (
-    AsJson,
-    ErrorText,
-    Function,
-    Key,
-    NewerThan,
-    OlderThan,
-    Owner,
-    Statuses,
-    Target,
-    Tenant,
-    Url,
-)
+from sqla_durable.cli.options import AsJson, Target, Url
 from sqla_durable.cli.output import abbreviated, printable, say, write_json, write_table
 from sqla_durable.cli.record import holder_of, message_of, record_of, status_of
 from sqla_durable.functions import FunctionSummary
 from sqla_durable.listing import RunSummary
+from sqla_durable.run import RunRows
 
 
+@grouped
 def runs(
     target: Target,
     *,
     url: Url = None,
-    status: Statuses = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    error: ErrorText = None,
-    owner: Owner = None,
-    cancel_requested: Annotated[
-        bool | None,
-        typer.Option("--cancel-requested/--no-cancel-requested", help="Only runs with, or without, a cancel request."),
-    ] = None,
-    function: Function = None,
-    key: Key = None,
-    tenant: Tenant = None,
-    waiting: Annotated[
-        bool | None,
-        typer.Option("--waiting/--not-waiting", help="Only runs of functions that are ready and not due, or others."),
-    ] = None,
+    which: ListConditions,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at the most.")] = 100,
     after: Annotated[str | None, typer.Option(metavar="CURSOR", help="Go on after an earlier page.")] = None,
     counts: Annotated[bool, typer.Option("--counts", help="Count the runs of each status instead.")] = False,
@@ -60,24 +36,12 @@ def runs(
 ) -> None:
     """List runs, the newest first. Nothing is healed."""
     with opened(target, url) as runs:
-        conditions = conditions_of(
-            runs,
-            status=status,
-            older_than=older_than,
-            newer_than=newer_than,
-            error=error,
-            owner=owner,
-            cancel_requested=cancel_requested,
-            function=function,
-            key=key,
-            tenant=tenant,
-            waiting=waiting,
-        )
+        conditions = which.given(runs)
         if counts:
             _count(runs, conditions, after, as_json=as_json)
             return
         found = runs.find(limit=limit + 1, after=after, **conditions)
-        _write(found[:limit], Idents(runs.rows), as_json=as_json)
+        _write(found[:limit], runs.rows, as_json=as_json)
     if as_json:
         return
     if not found:
@@ -104,25 +68,31 @@ def _count(runs: OpenRuns, conditions: dict[str, Any], after: str | None, *, as_
         write_table(["function", "status", "runs"], rows)
 
 
-def _write(found: Sequence[RunSummary], idents: Idents, *, as_json: bool) -> None:
+def _write(found: Sequence[RunSummary], rows: RunRows[Any], *, as_json: bool) -> None:
+    idents = Idents(rows)
     if as_json:
         for summary in found:
-            write_json(record_of(summary, idents))
+            write_json(record_of(summary, idents, rows))
     elif found:
-        rows = [
-            (
-                printable(idents.write(summary.identity)),
-                *_function_of(summary),
-                status_of(summary),
-                str(summary.attempts),
-                _since(summary.age),
-                abbreviated(holder_of(summary)),
-                abbreviated(message_of(summary.failure)),
-            )
-            for summary in found
-        ]
-        named = ["function"] if isinstance(found[0], FunctionSummary) else []
-        write_table([idents.title, *named, "status", "attempts", "age", "holder", "error"], rows)
+        lines = [_cells(summary, idents, rows) for summary in found]
+        write_table([title for title, _ in lines[0]], [[cell for _, cell in line] for line in lines])
+
+
+def _cells(summary: RunSummary, idents: Idents, rows: RunRows[Any]) -> list[tuple[str, str]]:
+    """Return what the table has of a run: the title of each column, and what is in it."""
+    key = [("key", summary.key)] if rows.idempotency_key is not None else []
+    waits_for = [("waits for", summary.waits_for)] if rows.waits_for is not None else []
+    return [
+        (idents.title, printable(idents.write(summary.identity))),
+        *([("function", printable(summary.function))] if isinstance(summary, FunctionSummary) else []),
+        *((title, printable(value or "")) for title, value in key),
+        ("status", status_of(summary)),
+        ("attempts", str(summary.attempts)),
+        ("age", _since(summary.age)),
+        *((title, printable(value or "")) for title, value in waits_for),
+        ("holder", abbreviated(holder_of(summary))),
+        ("error", abbreviated(message_of(summary.failure))),
+    ]
 
 
 def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
@@ -130,10 +100,6 @@ def _write_counts(counts: dict[StrEnum, int], *, as_json: bool) -> None:
         write_json({status.value: count for status, count in counts.items()})
     else:
         write_table(["status", "runs"], [(status.value, str(count)) for status, count in counts.items()])
-
-
-def _function_of(summary: RunSummary) -> list[str]:
-    return [printable(summary.function)] if isinstance(summary, FunctionSummary) else []
 
 
 def _since(created: timedelta | None) -> str:

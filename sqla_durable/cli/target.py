@@ -20,6 +20,7 @@ from sqla_durable.functions import Functions
 from sqla_durable.receipt import ReceiptMixin
 from sqla_durable.run import RunMixin
 from sqla_durable.runs import Runs
+from sqla_durable.signal import SignalMixin
 
 
 def find(target: str, wanted: Callable[[object], bool], expected: str) -> Any:
@@ -50,7 +51,9 @@ def runs_at(target: str, url: str | None) -> Any:
     """
     found = find(target, lambda each: is_runs(each) or is_functions(each) or is_run_class(each), RUNS)
     if is_run_class(found):
-        return Runs(sessionmaker(create_engine(_url(target, url))), found, _receipts(found))
+        of_signals = _owned(SignalMixin, found)
+        signals = of_signals[0] if len(of_signals) == 1 else None
+        return Runs(sessionmaker(create_engine(_url(target, url))), found, _receipts(found), signals=signals)
     if url is not None:
         raise CommandError(
             f"--url goes with a run class, but {target} is a {type(found).__name__}, which has an engine."
@@ -138,15 +141,21 @@ def _url(target: str, url: str | None) -> Any:
 
 
 def _receipts(run: type[Any]) -> type[Any]:
-    # Its registry would not do: the receipts may be mapped by another one.
-    waiting, found = [cast("type[Any]", ReceiptMixin)], list[type[Any]]()
-    while waiting:
-        each = waiting.pop()
-        waiting += each.__subclasses__()
-        if "__mapper__" in vars(each) and issubclass(run, each.__run__) and each not in found:
-            found.append(each)
+    found = _owned(ReceiptMixin, run)
     if len(found) == 1:
         return found[0]
     names = ", ".join(sorted(f"{each.__module__}.{each.__qualname__}" for each in found)) or "no class"
     verb = "hold" if len(found) > 1 else "that was imported holds"
     raise CommandError(f"{names} {verb} the receipts of {run.__name__}; name a Runs, which says whose it uses.")
+
+
+def _owned(mixin: Any, run: type[Any]) -> list[type[Any]]:
+    """Return the mapped classes with a mixin that hold something of a run class."""
+    # Its registry would not do: these may be mapped by another one.
+    waiting, found = [cast("type[Any]", mixin)], list[type[Any]]()
+    while waiting:
+        each = waiting.pop()
+        waiting += each.__subclasses__()
+        if "__mapper__" in vars(each) and issubclass(run, each.__run__) and each not in found:
+            found.append(each)
+    return found

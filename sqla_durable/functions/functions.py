@@ -50,6 +50,8 @@ class Functions(Generic[FunctionT]):
         with Session.begin() as session:
             handle = functions.start(session, fulfil_order, order, key=f"fulfil-{order.id}")
 
+    Wherever a ``handle`` is taken, the UUID that is the run's primary key will do.
+
     :param session_factory: makes the session of each transaction; bound to one engine of PostgreSQL by psycopg 3.
     :param run: the mapped class with :class:`.FunctionMixin`.
     :param receipt: the mapped class with :class:`.ReceiptMixin` of ``run``.
@@ -101,11 +103,13 @@ class Functions(Generic[FunctionT]):
         :param retry: how often a run may be started, and how long it waits in between; by default what the run class
          says.
         :param max_duration: for how long a run may be carried out at a time, on the database clock, before it lands as
-         timed out; None for any time. Waiting in the database does not count.
+         timed out; by default one hour, None for any time. Waiting in the database does not count. A run keeps what
+         its function had when it was started.
         :param concurrency: how many of its runs may be live, which is running, at a time in all workers.
         :param concurrency_per_tenant: how many of them of one tenant; a run without a tenant does not count.
         :param rate: how many may be started in a time by all workers.
-        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run.
+        :param on_mismatch: what happens where the code has changed and is at odds with the receipts of a run; by
+         default the run fails.
         :param aliases: the former key of each renamed step by its present one; several, with the latest first. Its
          receipts are found, and a keyed step goes on with the idempotency key that it had at first.
         :raises ConfigurationError: where the name is taken, the function could not be called so, or two steps would
@@ -257,6 +261,8 @@ class Functions(Generic[FunctionT]):
     ) -> list[FunctionHandle[Any]]:
         """Start a run for each input with one statement for every thousand, in the caller's transaction.
 
+        What is not named here is as for :meth:`start`, and the same for all of them.
+
         :param inputs: what each is called with.
         :param key: returns the idempotency key for an input.
         :return: the handles in the order of the inputs.
@@ -329,6 +335,8 @@ class Functions(Generic[FunctionT]):
     ) -> Any:
         """Send a signal in a transaction of its own, and return what the run replies with ``run.answer()``.
 
+        :param name: the signal's.
+        :param payload: what the run is handed, stored as ``type_`` says: see :meth:`signal`.
         :param timeout: for how long to wait for the reply.
         :param returns: what the reply is decoded as; by default plain JSON.
         :raises UpdateFailed: where what the run called to answer it has failed for good.
@@ -401,6 +409,8 @@ class Functions(Generic[FunctionT]):
         """Rebuild a handle from the key that a run was started with; nothing is read.
 
         :param function: the decorated function.
+        :param key: the idempotency key.
+        :param tenant: the tenant that it was started for, if any.
         """
         return self._verbs.handle(function, key, tenant)
 

@@ -8,11 +8,11 @@ from uuid import UUID
 
 from typing_extensions import TypeVar
 
-OutputT = TypeVar("OutputT", default=Any)
+OutputT_co = TypeVar("OutputT_co", covariant=True, default=Any)  # else print(await result(handle)) is refused by mypy
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionHandle(Generic[OutputT]):
+class FunctionHandle(Generic[OutputT_co]):
     """What :meth:`.Functions.start` returns: plain values that can be stored, sent, and rebuilt from the key.
 
     :param function: the function's name.

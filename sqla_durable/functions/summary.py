@@ -16,7 +16,6 @@ class FunctionConditions(RunConditions, total=False):
     """The conditions of :meth:`.Functions.find`, of which those that are given must all be met."""
 
     function: Callable[..., Any] | str | None
-    key: str | None
     tenant: str | None
     waiting: bool | None
 
@@ -26,20 +25,16 @@ class FunctionSummary(RunSummary):
     """What the run of a function looked like at one instant, in plain values.
 
     :param function: the function's name.
-    :param key: the idempotency key that it was started with.
     :param tenant: whose run it is.
     :param priority: its priority.
-    :param waits_for: the name of the signal that it waits for.
     :param steps: how many of its steps have succeeded so far.
     :param last_step: the key of the one that succeeded last.
     :param published: what the function has published of its progress, as JSON text.
     """
 
     function: str
-    key: str | None
     tenant: str | None
     priority: int
-    waits_for: str | None
     steps: int
     last_step: str | None
     published: str | None

@@ -86,6 +86,18 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Make what claims its runs."""
         return FunctionClaims(self.store, self.reading, owner, self.registry)
 
+    def named(self, holder: Holder[FunctionT]) -> str:
+        """Return how the log calls a run."""
+        # What is loaded: to say it must neither send a statement nor raise.
+        row = vars(holder.row)
+        words = {"function": "of function", "idempotency_key": "with the key", "tenant": "of tenant"}
+        said = [f"{word} {row[name]!r}" for name, word in words.items() if row.get(name) is not None]
+        return " ".join([super().named(holder), *said])
+
+    def knows(self) -> Sequence[str]:
+        """Return the names of the functions that this process knows."""
+        return self.registry.names()
+
     # starting
 
     def start_function(
@@ -328,14 +340,13 @@ class FunctionVerbs(Verbs[FunctionT]):
         done = receipts.outcome == StepOutcome.SUCCEEDED.value
         steps = select(func.count()).select_from(receipts.table).where(*own, done).scalar_subquery()
         last = select(receipts.step).where(*own, done).order_by(receipts.recorded_at.desc()).limit(1).scalar_subquery()
-        columns = runs.function, runs.idempotency_key, runs.tenant, runs.priority, runs.waits_for
+        columns = runs.function, runs.tenant, runs.priority
         return [*cast("Sequence[ColumnElement[Any]]", columns), steps, last, sql_cast(runs.state, Text)]
 
     def wanted(
         self,
         *,
         function: AnyBody | str | None = None,
-        key: str | None = None,
         tenant: str | None = None,
         waiting: bool | None = None,
         **conditions: Any,
@@ -345,8 +356,6 @@ class FunctionVerbs(Verbs[FunctionT]):
         if function is not None:
             name = function if isinstance(function, str) else self.registry.of(function).name
             found.append(runs.function == name)
-        if key is not None and runs.idempotency_key is not None:
-            found.append(runs.idempotency_key == key)
         if tenant is not None:
             found.append(runs.tenant == tenant)
         if waiting is not None:

@@ -206,6 +206,7 @@ def use(session: Session, order: Order) -> None:
 async def use_async(session: AsyncSession, order: Order) -> None:
     handle = await async_functions.start(session, fulfil_async, order, key="k")
     assert_type(handle, FunctionHandle[Shipment])
+    print(await async_functions.result(handle))  # where what is wanted is any object
     assert_type(await async_functions.start(session, nightly_async), FunctionHandle[int])
     assert_type(await async_functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
     assert_type(async_functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])

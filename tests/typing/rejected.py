@@ -113,6 +113,7 @@ def starting(session: Session, async_session: AsyncSession, orders: Runs[Plan], 
 def looks(runs: Runs[Plan], summary: RunSummary) -> None:
     runs.find(limit="10")  # type: ignore[arg-type]
     runs.find(status="failed")  # type: ignore[arg-type]
+    runs.find(key=7)  # type: ignore[arg-type]
     runs.find(older_than=60)  # type: ignore[arg-type]
     runs.find(after=summary)  # type: ignore[arg-type]
     summary.status = PlanStatus.FAILED  # type: ignore[misc]

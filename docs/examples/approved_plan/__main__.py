@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 
 import uvicorn
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, func, select
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
@@ -16,6 +16,8 @@ from sqla_durable import embedded
 
 from .api import create_app
 from .models import Account, Base, Stock
+
+ONE_AT_A_TIME = 4711  # several processes may begin at once
 
 
 def main() -> None:
@@ -37,8 +39,9 @@ def database() -> Generator[str]:
 def prepare(url: str) -> None:
     """Create the tables, and something to move and to pay with."""
     engine = create_engine(url)
-    Base.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
+        session.execute(select(func.pg_advisory_xact_lock(ONE_AT_A_TIME)))
+        Base.metadata.create_all(session.connection())
         if session.get(Account, "shop") is None:
             add_samples(session)
     engine.dispose()

@@ -48,7 +48,7 @@ class Base(DeclarativeBase):
 
 
 class Plan(KeyMixin, ExpiryMixin, RunMixin, Base):
-    __tablename__ = "plan"
+    __tablename__ = "approved_plan"
     __lifecycle__ = Lifecycle(
         plan_statuses,
         ready=PlanStatus.APPROVED,
@@ -71,11 +71,11 @@ class Plan(KeyMixin, ExpiryMixin, RunMixin, Base):
 
 
 class PlanStep(ReceiptMixin[Plan], Base):
-    __tablename__ = "plan_step"
+    __tablename__ = "approved_plan_step"
 
 
 class Stock(Base):
-    __tablename__ = "stock"
+    __tablename__ = "approved_stock"
 
     article: Mapped[str] = mapped_column(primary_key=True)
     site: Mapped[str] = mapped_column(primary_key=True)
@@ -83,14 +83,14 @@ class Stock(Base):
 
 
 class Note(Base):
-    __tablename__ = "note"
+    __tablename__ = "approved_note"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     text: Mapped[str]
 
 
 class Account(Base):
-    __tablename__ = "account"
+    __tablename__ = "approved_account"
 
     name: Mapped[str] = mapped_column(primary_key=True)
     balance: Mapped[Decimal] = mapped_column(Numeric(14, 2))

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from sqlalchemy import select
-from sqlalchemy.exc import NoResultFound
 
 from sqla_durable import DurableError
 
 from . import payments, shop
 from .database import create_tables, functions, new_session
 from .messages import NewAddress, Withdrawal
-from .models import Order, Stock
+from .models import Stock
 
 Given = argparse.Namespace
 
@@ -34,16 +33,19 @@ def order(given: Given) -> str:
 
 def status(given: Given) -> str:
     with new_session() as session:
-        placed = session.get_one(Order, given.number)
+        placed = shop.find(session, given.number)
         run = functions.describe(shop.handle_of(given.number), session=session)
     waits = f" for {run.waits_for!r}" if run.waits_for else ""
+    says = f"; {run.state}" if run.state else ""
     return (
         f"order {placed.id}: {placed.quantity} {placed.article} to {placed.address}, {placed.status}\n"
-        f"its run: {run.status}{waits}; steps done: {run.steps}; {run.state}"
+        f"its run: {run.status}{waits}; steps done: {run.steps}{says}"
     )
 
 
 def result(given: Given) -> str:
+    with new_session() as session:
+        shop.find(session, given.number)
     ended = functions.result(shop.handle_of(given.number), timeout=timedelta(seconds=30))
     return f"{type(ended).__name__}: {ended}"
 
@@ -117,5 +119,5 @@ if __name__ == "__main__":
     create_tables()
     try:
         print(given.do(given))
-    except (DurableError, NoResultFound, shop.Unfit) as refused:
+    except (DurableError, shop.NotThere, shop.Unfit) as refused:
         sys.exit(f"{type(refused).__name__}: {refused}")

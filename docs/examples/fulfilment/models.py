@@ -23,17 +23,17 @@ class OrderStatus(StrEnum):
 
 
 class Order(Base):
-    __tablename__ = "shop_order"
+    __tablename__ = "fulfilment_order"
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    article: Mapped[str] = mapped_column(ForeignKey("stock.article"))
+    article: Mapped[str] = mapped_column(ForeignKey("fulfilment_stock.article"))
     quantity: Mapped[int]
     address: Mapped[str]
     status: Mapped[OrderStatus] = mapped_column(String(20), default=OrderStatus.OPEN)
 
 
 class Stock(Base):
-    __tablename__ = "stock"
+    __tablename__ = "fulfilment_stock"
     __table_args__ = (CheckConstraint("quantity >= 0"),)
 
     article: Mapped[str] = mapped_column(primary_key=True)
@@ -42,15 +42,15 @@ class Stock(Base):
 
 
 class DurableRun(FunctionMixin, Base):
-    __tablename__ = "durable_run"
+    __tablename__ = "fulfilment_run"
     __lifecycle__ = function_lifecycle(lease=timedelta(seconds=2))  # short, so that you need not wait for long
 
-    order_id: Mapped[int | None] = mapped_column(ForeignKey("shop_order.id"), index=True)
+    order_id: Mapped[int | None] = mapped_column(ForeignKey("fulfilment_order.id"), index=True)
 
 
 class DurableStep(ReceiptMixin[DurableRun], Base):
-    __tablename__ = "durable_step"
+    __tablename__ = "fulfilment_step"
 
 
 class DurableSignal(SignalMixin[DurableRun], Base):
-    __tablename__ = "durable_signal"
+    __tablename__ = "fulfilment_signal"

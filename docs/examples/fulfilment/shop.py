@@ -14,6 +14,10 @@ from .messages import CalledOff, FulfilOrder, NewAddress, Packed, Returned, Ship
 from .models import Order, OrderStatus, Stock
 
 
+class NotThere(Exception):
+    """There is no such order, or no such article."""
+
+
 class Unfit(Exception):
     """The order is not in the status for that."""
 
@@ -36,8 +40,11 @@ def place_order(
 
     :param number: that of the shopping cart; a request that comes again, because its answer was lost, has the same.
     :raises KeyConflict: where it is that of another order.
+    :raises NotThere: where the shop does not have the article.
     """
-    price = session.scalars(select(Stock.cents).where(Stock.article == article)).one()
+    price = session.scalar(select(Stock.cents).where(Stock.article == article))
+    if price is None:
+        raise NotThere(f"there is no article {article!r}")
     placing = insert(Order).values(
         id=number, article=article, quantity=quantity, address=address, status=OrderStatus.OPEN
     )
@@ -53,9 +60,16 @@ def place_order(
     return functions.start(session, fulfil_order, given, key=f"order-{number}", order_id=number)
 
 
+def find(session: Session, number: int) -> Order:
+    order = session.get(Order, number)
+    if order is None:
+        raise NotThere(f"there is no order {number}")
+    return order
+
+
 def require(session: Session, number: int, status: OrderStatus) -> None:
     """Refuse what would not be heard any more, or not yet."""
-    order = session.get_one(Order, number)
+    order = find(session, number)
     if order.status != status:
         raise Unfit(f"order {number} is {order.status}")
 

@@ -21,7 +21,7 @@ class Base(DeclarativeBase):
 
 
 class Order(Base):
-    __tablename__ = "shop_order"
+    __tablename__ = "outbox_order"
 
     id: Mapped[UUID] = mapped_column(primary_key=True)
     article: Mapped[str]
@@ -48,7 +48,7 @@ statuses = StatusMachine(
 class Notification(KeyMixin, RunMixin, Base):
     """One message to several recipients, such as ``mail:ada@example.org`` and ``chat:orders``."""
 
-    __tablename__ = "notification"
+    __tablename__ = "outbox_notification"
     __lifecycle__ = Lifecycle(
         statuses,
         ready=Status.PENDING,
@@ -91,4 +91,4 @@ class Notification(KeyMixin, RunMixin, Base):
 class Delivery(ReceiptMixin[Notification], Base):
     """The receipt of one recipient."""
 
-    __tablename__ = "delivery"
+    __tablename__ = "outbox_delivery"
