@@ -57,7 +57,8 @@ def make_app() -> typer.Typer:
         """
 
     of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
-    for command in (*of_runs, partitions, worker, diagram):
+    of_tables: list[Callable[..., None]] = [partitions, worker, diagram]
+    for command in (*of_runs, *of_tables):
         app.command()(reporting(command))
     app.command()(demo)
     return app
