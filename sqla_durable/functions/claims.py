@@ -41,6 +41,9 @@ class FunctionClaims(Claims[FunctionT]):
         self._limited_first = False
         self._limited: dict[int, Prepared] = {}
 
+    def check(self) -> None:
+        """Refuse nothing: this is what claims them."""
+
     def terms(self) -> dict[str, Any]:
         """What a claim of runs without limits is executed with, besides a key."""
         return {**super().terms(), **arguments(functions=self._registry.unlimited())}

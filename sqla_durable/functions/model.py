@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -137,10 +137,14 @@ class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, Priority
         when_mapped(cls, _configure)
 
     @classmethod
+    def __rows__(cls) -> FunctionRows[Any]:
+        return FunctionRows(cls)
+
+    @classmethod
     def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
         if to not in function_statuses.terminal or not cls.__lifecycle__.notify:
             return super().__on_arrival__(to)
-        rows: FunctionRows[Any] = FunctionRows(cls)
+        rows = cls.__rows__()
         return [case((rows.awaited, wake.landing(rows.id))).label("landed")]
 
 
@@ -151,6 +155,7 @@ class FunctionRows(RunRows[FunctionT]):
     """The rows of a run class of functions."""
 
     started_with = "function", "tenant", "input"
+    claimed_by = "Functions.execute() or Worker(functions)"
 
     def __init__(self, entity: type[FunctionT]) -> None:
         super().__init__(entity)
@@ -163,8 +168,6 @@ class FunctionRows(RunRows[FunctionT]):
         self.state = self.column("state")
         self.paced_at = self.column("paced_at")
         self.awaited = self.column("awaited")
-        self.tells: Callable[[], bool] = lambda: True
-        """Says whether a statement may send a notification."""
 
     def upon_landing(self, landed: ColumnElement[bool]) -> dict[Column[Any], Any]:
         """Tell those who wait for the run, and note that nobody does any more."""

@@ -77,10 +77,9 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, signals, rows=FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, signals), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
         self.waiting = Waiting(self.store, self.rows)
-        self.rows.tells = lambda: self.waiting.tells
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
