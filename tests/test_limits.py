@@ -345,6 +345,41 @@ def test_a_run_whose_function_is_at_its_limit_cannot_be_claimed_by_its_key(engin
     assert functions.execute(left).ending is Ending.LANDED
 
 
+@pytest.mark.parametrize(
+    ("options", "declared"),
+    [
+        ({}, {"mail": {"concurrency": 2}, "bill": {}}),
+        ({}, {"mail": {"concurrency_per_tenant": 2}, "bill": {}}),
+        ({"concurrency_per_tenant": 2}, {"mail": {}, "bill": {}}),
+    ],
+    ids=["function", "tenant of a function", "tenant of all"],
+)
+def test_a_claim_by_key_takes_the_place_of_a_holder_that_is_dead(engine: Engine, options: Any, declared: Any) -> None:
+    functions = limited(engine, declared, **options)
+    other = "bill" if options else "mail"
+    dead = [start(functions, name, tenant="north")[0].id for name in ("mail", other)]
+    elsewhere = start(functions, "bill", tenant="south")[0].id
+    assert len(claimed(functions)) == 3
+    wanted = start(functions, "mail", tenant="north")[0]
+    assert functions.execute(wanted).ending is Ending.NOT_CLAIMABLE
+    let_lapse(engine, dead[1], elsewhere)
+    assert functions.execute(wanted).ending is Ending.LANDED
+    assert [status_of(engine, ident) for ident in (*dead, elsewhere)] == [
+        FunctionStatus.RUNNING,
+        FunctionStatus.READY,
+        FunctionStatus.RUNNING,  # holds nothing that is wanted here, and so is left to a worker
+    ]
+
+
+def test_a_claim_by_key_reaps_none_where_it_has_a_place(engine: Engine) -> None:
+    functions = limited(engine, {"mail": {"concurrency": 2}})
+    start(functions, "mail")
+    (stale,) = claimed(functions)
+    let_lapse(engine, stale.lease.identity)
+    assert functions.execute(start(functions, "mail")[0]).ending is Ending.LANDED
+    assert status_of(engine, stale.lease.identity) is FunctionStatus.RUNNING
+
+
 def test_a_claim_by_key_waits_for_its_row_without_making_others_wait(engine: Engine) -> None:
     functions = limited(engine, {"mail": {"concurrency": 9}})
     one, _ = start(functions, "mail", 2)
