@@ -12,10 +12,9 @@ from typing import Any, Final, cast
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
 from sqla_durable import clock
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import NotAnswered, ResultError, RunNotFound, UpdateFailed, UpdateTimeout, UsageError
 from sqla_durable.failure import Failure
@@ -87,7 +86,7 @@ class Sending:
     def __init__(self, store: Store[Any]) -> None:
         self._store = store
 
-    def signal(self, session: Session, ident: object, name: str, payload: object, type_: Any) -> bool:
+    def signal(self, session: AnySession, ident: object, name: str, payload: object, type_: Any) -> bool:
         """See :meth:`.Runs.signal`."""
         identity, parameters = self._parameters(ident, name, payload, type_)
         session = unproxied(session)

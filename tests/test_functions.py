@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from pydantic import BaseModel
 from sqlalchemy import Engine, MetaData, text
-from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, scoped_session, sessionmaker
 
 from sqla_durable import (
     ConfigurationError,
@@ -338,6 +338,24 @@ def test_everything_may_be_read_in_the_callers_transaction(functions: Functions[
     work(functions)
     with functions.session_factory() as session:
         assert functions.result(handle, session=session) == Shipment(code="s-1")
+
+
+def test_a_scoped_session_serves_as_the_callers_session(functions: Functions[DurableRun]) -> None:
+    scoped = scoped_session(functions.session_factory)
+    handle = functions.start(scoped, "fulfil", Order(id=1))
+    many = functions.start_many(scoped, "fulfil", [Order(id=2), Order(id=3)])
+    assert functions.describe(handle, session=scoped).status is FunctionStatus.READY
+    assert functions.steps(handle, session=scoped) == ()
+    with pytest.raises(RunNotLanded):
+        functions.result(handle, session=scoped)
+    assert functions.signal(scoped, handle, "packed")
+    with pytest.raises(UsageError, match="no receipt"):
+        functions.fork(scoped, handle, from_step="ship")
+    assert functions.request_cancel(scoped, many[0])
+    assert functions.cancel_all(scoped, everything=True) == 2
+    scoped.commit()
+    scoped.remove()
+    assert functions.wait(handle) is FunctionStatus.CANCELLED
 
 
 def test_a_result_that_no_longer_decodes_says_so(functions: Functions[DurableRun], engine: Engine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker, create_async_engine
 
 from sqla_durable import (
     ConfigurationError,
@@ -23,6 +23,7 @@ from sqla_durable import (
     RunFailed,
     RunNotFound,
     RunNotLanded,
+    UsageError,
 )
 from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncWorker
 from tests.support_functions import BUDGET, DurableRun, DurableStep, Order, Shipment, labels, runs, ship_async, tables
@@ -96,6 +97,28 @@ def test_it_joins_the_callers_transaction_and_can_be_read_there(engine: Engine) 
 
     on(engine, test)
     assert runs(engine) == 0
+
+
+def test_an_async_scoped_session_serves_as_the_callers_session(engine: Engine) -> None:
+    async def test(functions: AsyncFunctions[DurableRun]) -> None:
+        scoped = async_scoped_session(functions.session_factory, asyncio.current_task)
+        handle = await functions.start(scoped, "fulfil", Order(id=1))
+        many = await functions.start_many(scoped, "fulfil", [Order(id=2), Order(id=3)])
+        assert (await functions.describe(handle, session=scoped)).status is FunctionStatus.READY
+        assert await functions.steps(handle, session=scoped) == ()
+        with pytest.raises(RunNotLanded):
+            await functions.result(handle, session=scoped)
+        with pytest.raises(ConfigurationError, match="signals"):
+            await functions.signal(scoped, handle, "packed")
+        with pytest.raises(UsageError, match="no receipt"):
+            await functions.fork(scoped, handle, from_step="ship")
+        assert await functions.request_cancel(scoped, many[0])
+        assert await functions.cancel_all(scoped, everything=True) == 2
+        await scoped.commit()
+        await scoped.remove()
+        assert await functions.wait(handle) is FunctionStatus.CANCELLED
+
+    on(engine, test)
 
 
 def test_keys_and_inputs_are_checked_as_in_the_other_form(engine: Engine) -> None:

@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
 from sqla_durable.asyncio.carrying import carry_out, work_of
-from sqla_durable.asyncio.sessions import AsyncSessions
+from sqla_durable.asyncio.sessions import AnyAsyncSession, AsyncSessions, unproxied
 from sqla_durable.asyncio.stepping import AsyncStepping
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
@@ -132,7 +132,7 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any]], Awaitable[OutputT]],
         /,
         *,
@@ -146,7 +146,7 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
         given: InputT,
         /,
@@ -161,7 +161,7 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: str,
         given: object = ...,
         /,
@@ -175,7 +175,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[..., Any] | str,
         given: object = NO_INPUT,
         /,
@@ -189,12 +189,12 @@ class AsyncFunctions(Generic[FunctionT]):
         """Start a run of a function in the caller's transaction. See :meth:`.Functions.start`."""
         inputs = () if given is NO_INPUT else (given,)
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
-        return await session.run_sync(self._verbs.start_function, function, inputs, key, values)
+        return await unproxied(session).run_sync(self._verbs.start_function, function, inputs, key, values)
 
     @overload
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
         inputs: Iterable[InputT],
         /,
@@ -209,7 +209,7 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: str,
         inputs: Iterable[Any],
         /,
@@ -223,7 +223,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[..., Any] | str,
         inputs: Iterable[Any],
         /,
@@ -239,11 +239,11 @@ class AsyncFunctions(Generic[FunctionT]):
         keys = None if key is None else [key(each) for each in every]
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         given = [(each,) for each in every]
-        return await session.run_sync(self._verbs.start_many, function, given, keys, values)
+        return await unproxied(session).run_sync(self._verbs.start_many, function, given, keys, values)
 
     async def signal(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         handle: FunctionHandle[Any] | UUID,
         name: str,
         payload: object = None,
@@ -251,7 +251,7 @@ class AsyncFunctions(Generic[FunctionT]):
         type_: Any = Any,
     ) -> bool:
         """Send a signal to a run, in the caller's transaction. See :meth:`.Functions.signal`."""
-        return await session.run_sync(self._verbs.signal, handle, name, payload, type_)
+        return await unproxied(session).run_sync(self._verbs.signal, handle, name, payload, type_)
 
     @overload
     async def update(
@@ -290,9 +290,9 @@ class AsyncFunctions(Generic[FunctionT]):
         """Send a signal, and return what the run replies. See :meth:`.Functions.update`."""
         return await greenlet_spawn(self._verbs.update, handle, name, payload, type_, returns, timeout)
 
-    async def request_cancel(self, session: AsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
+    async def request_cancel(self, session: AnyAsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
-        return await session.run_sync(self._verbs.cancel_function, handle)
+        return await unproxied(session).run_sync(self._verbs.cancel_function, handle)
 
     def decode_input(self, function: Callable[..., Any] | str, value: object) -> Any:
         """Return a JSON value as the input that a function takes. See :meth:`.Functions.decode_input`."""
@@ -300,7 +300,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def fork(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         handle: FunctionHandle[OutputT],
         /,
         *,
@@ -312,7 +312,7 @@ class AsyncFunctions(Generic[FunctionT]):
     ) -> FunctionHandle[OutputT]:
         """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
         values |= {"available_at": run_at, "priority": priority}
-        return await session.run_sync(self._verbs.fork, handle, from_step, key, values)
+        return await unproxied(session).run_sync(self._verbs.fork, handle, from_step, key, values)
 
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
@@ -321,13 +321,13 @@ class AsyncFunctions(Generic[FunctionT]):
         return self._verbs.handle(function, key, tenant)
 
     async def describe(
-        self, handle: FunctionHandle[Any] | UUID, *, session: AsyncSession | None = None
+        self, handle: FunctionHandle[Any] | UUID, *, session: AnyAsyncSession | None = None
     ) -> FunctionSummary:
         """Read how a run stands. See :meth:`.Functions.describe`."""
         return await greenlet_spawn(self._verbs.describe_function, handle, _sync(session))
 
     async def steps(
-        self, handle: FunctionHandle[Any] | UUID, *, session: AsyncSession | None = None
+        self, handle: FunctionHandle[Any] | UUID, *, session: AnyAsyncSession | None = None
     ) -> tuple[Receipt, ...]:
         """Read the receipts of a run in the order they were recorded. See :meth:`.Functions.steps`."""
         return await greenlet_spawn(self._verbs.steps_of, handle, _sync(session))
@@ -343,7 +343,7 @@ class AsyncFunctions(Generic[FunctionT]):
         handle: FunctionHandle[OutputT],
         *,
         timeout: timedelta | None = None,
-        session: AsyncSession | None = None,
+        session: AnyAsyncSession | None = None,
     ) -> OutputT:
         """Return what a run has returned, having waited for it to land. See :meth:`.Functions.result`."""
         output: OutputT = await greenlet_spawn(self._verbs.result, handle, timeout, _sync(session))
@@ -398,14 +398,14 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def cancel_all(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         *,
         limit: int | None = None,
         everything: bool = False,
         **conditions: Unpack[FunctionConditions],
     ) -> int:
         """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Functions.cancel_all`."""
-        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+        return await unproxied(session).run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
 
     async def reap(self, limit: int = 100) -> int:
         """Heal up to ``limit`` lapsed runs. See :meth:`.Functions.reap`."""
@@ -440,5 +440,5 @@ class AsyncFunctions(Generic[FunctionT]):
         await greenlet_spawn(self._verbs.returned, run.holder, definition, result)
 
 
-def _sync(session: AsyncSession | None) -> Any:
-    return None if session is None else session.sync_session
+def _sync(session: AnyAsyncSession | None) -> Any:
+    return None if session is None else unproxied(session).sync_session

@@ -8,8 +8,9 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack,
 from uuid import UUID
 
 from sqlalchemy import ColumnElement
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
+from sqla_durable.caller import AnySession
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
@@ -137,7 +138,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[[FunctionRun[Any]], OutputT],
         /,
         *,
@@ -151,7 +152,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[[FunctionRun[Any], InputT], OutputT],
         given: InputT,
         /,
@@ -166,7 +167,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: str,
         given: object = ...,
         /,
@@ -180,7 +181,7 @@ class Functions(Generic[FunctionT]):
 
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[..., Any] | str,
         given: object = NO_INPUT,
         /,
@@ -215,7 +216,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[[FunctionRun[Any], InputT], OutputT],
         inputs: Iterable[InputT],
         /,
@@ -230,7 +231,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: str,
         inputs: Iterable[Any],
         /,
@@ -244,7 +245,7 @@ class Functions(Generic[FunctionT]):
 
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[..., Any] | str,
         inputs: Iterable[Any],
         /,
@@ -271,7 +272,7 @@ class Functions(Generic[FunctionT]):
 
     def signal(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[Any] | UUID,
         name: str,
         payload: object = None,
@@ -339,7 +340,7 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.update(handle, name, payload, type_, returns, timeout)
 
-    def request_cancel(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
+    def request_cancel(self, session: AnySession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled; the first instant is kept.
 
         One that is not being carried out lands at once; one that is, at its next step or heartbeat.
@@ -360,7 +361,7 @@ class Functions(Generic[FunctionT]):
 
     def fork(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[OutputT],
         /,
         *,
@@ -404,7 +405,7 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.handle(function, key, tenant)
 
-    def describe(self, handle: FunctionHandle[Any] | UUID, *, session: Session | None = None) -> FunctionSummary:
+    def describe(self, handle: FunctionHandle[Any] | UUID, *, session: AnySession | None = None) -> FunctionSummary:
         """Read how a run stands: its status, attempts, times, progress and failure.
 
         :param session: the caller's, to read in its transaction.
@@ -412,7 +413,7 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.describe_function(handle, session)
 
-    def steps(self, handle: FunctionHandle[Any] | UUID, *, session: Session | None = None) -> tuple[Receipt, ...]:
+    def steps(self, handle: FunctionHandle[Any] | UUID, *, session: AnySession | None = None) -> tuple[Receipt, ...]:
         """Read the receipts of a run in the order they were recorded.
 
         :param session: the caller's, to read in its transaction.
@@ -435,7 +436,7 @@ class Functions(Generic[FunctionT]):
         handle: FunctionHandle[OutputT],
         *,
         timeout: timedelta | None = None,
-        session: Session | None = None,
+        session: AnySession | None = None,
     ) -> OutputT:
         """Return what a run has returned, having waited for it to land.
 
@@ -516,7 +517,7 @@ class Functions(Generic[FunctionT]):
 
     def cancel_all(
         self,
-        session: Session,
+        session: AnySession,
         *,
         limit: int | None = None,
         everything: bool = False,

@@ -12,11 +12,10 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Connection, Text, and_, func, not_, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Session
 
 from sqla_durable import clock, fence, listing
 from sqla_durable.attempts import UNLIMITED
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import (
@@ -89,7 +88,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def start_function(
         self,
-        session: Session,
+        session: AnySession,
         function: AnyBody | str,
         given: tuple[object, ...],
         key: str | None,
@@ -102,7 +101,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: AnyBody | str,
         inputs: Sequence[tuple[object, ...]],
         keys: Sequence[str] | None,
@@ -149,7 +148,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def fork(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[Any],
         from_step: str | int,
         key: str | None,
@@ -213,12 +212,12 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     # the caller's and the operator's verbs
 
-    def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
+    def cancel_function(self, session: AnySession, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.request_cancel`."""
         return self.request_cancel(session, self.ident(handle, session))
 
     def signal(
-        self, session: Session, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
+        self, session: AnySession, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
     ) -> bool:
         """See :meth:`.Functions.signal`."""
         return self.sending.signal(session, self.ident(handle, session), name, payload, type_)
@@ -245,7 +244,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         """See :meth:`.Functions.handle`."""
         return FunctionHandle(self.registry.of(function).name, None, key, tenant)
 
-    def on(self, session: Session | None, work: Callable[[Connection], Any]) -> Any:
+    def on(self, session: AnySession | None, work: Callable[[Connection], Any]) -> Any:
         """Read something in the caller's transaction, or else by itself."""
         if session is None:
             return self.store.single(work)
@@ -263,12 +262,12 @@ class FunctionVerbs(Verbs[FunctionT]):
         row = connection.execute(select(self.rows.id).where(*by_key(self.rows, handle))).first()
         return cast(UUID, found(row, handle)[0])
 
-    def ident(self, handle: FunctionHandle[Any] | UUID, session: Session | None = None) -> UUID:
+    def ident(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None = None) -> UUID:
         """Return the primary key that a handle stands for; see :meth:`id_of`."""
         known = known_id(handle)
         return known or cast(UUID, self.on(session, lambda connection: self.id_of(connection, handle)))
 
-    def describe_function(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> FunctionSummary:
+    def describe_function(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None) -> FunctionSummary:
         """See :meth:`.Functions.describe`."""
 
         def work(connection: Connection) -> FunctionSummary:
@@ -277,7 +276,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
         return cast(FunctionSummary, self.on(session, work))
 
-    def steps_of(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> tuple[Receipt, ...]:
+    def steps_of(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None) -> tuple[Receipt, ...]:
         """See :meth:`.Functions.steps`."""
 
         def work(connection: Connection) -> tuple[Receipt, ...]:
@@ -289,7 +288,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         """See :meth:`.Functions.wait`; return how it has ended."""
         return self.waiting.until_landed(handle, timeout)
 
-    def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: Session | None) -> Any:
+    def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: AnySession | None) -> Any:
         """See :meth:`.Functions.result`."""
         if session is None:
             row = self.wait(handle, timeout)

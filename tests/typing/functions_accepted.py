@@ -9,8 +9,8 @@ from typing import Any, assert_type
 from uuid import UUID
 
 from pydantic import BaseModel
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from sqla_durable import (
     AttemptsMixin,
@@ -224,6 +224,18 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.purge(timedelta(30)), int)
     assert_type(await async_functions.reap(5), int)
     AsyncWorker(async_functions, functions).stop()
+
+
+def use_proxies(one: scoped_session[Session], order: Order) -> None:
+    assert_type(functions.start(one, fulfil, order), FunctionHandle[Shipment])
+    assert_type(functions.start_many(one, fulfil, [order]), list[FunctionHandle[Shipment]])
+    assert_type(functions.request_cancel(one, UUID(int=1)), bool)
+
+
+async def use_async_proxies(one: async_scoped_session[AsyncSession], order: Order) -> None:
+    assert_type(await async_functions.start(one, fulfil_async, order), FunctionHandle[Shipment])
+    assert_type(await async_functions.request_cancel(one, UUID(int=1)), bool)
+    assert_type(await async_functions.describe(UUID(int=1), session=one), FunctionSummary)
 
 
 def fails(error: RunFailed) -> list[type[Exception]]:
