@@ -412,7 +412,7 @@ def test_a_body_that_could_not_be_called_is_refused(functions: Functions[Durable
 def test_a_coroutine_function_is_refused_with_where_it_belongs(functions: Functions[DurableRun]) -> None:
     async def body(run: Any) -> None: ...
 
-    with pytest.raises(UsageError, match="Async"):
+    with pytest.raises(ConfigurationError, match=r"'odd': .* declare it with AsyncFunctions"):
         functions.function("odd")(body)
 
 

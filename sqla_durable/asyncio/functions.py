@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -17,7 +16,6 @@ from sqla_durable.asyncio.sessions import AnyAsyncSession, AsyncSessions, unprox
 from sqla_durable.asyncio.stepping import AsyncStepping
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
-from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry, refuse_name
 from sqla_durable.functions.functions import NO_INPUT, When
@@ -79,7 +77,7 @@ class AsyncFunctions(Generic[FunctionT]):
         owner: str | None = None,
         concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("AsyncFunctions", concurrency_per_tenant)
+        self._registry = Registry(concurrency_per_tenant, coroutines=True)
         self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -109,11 +107,6 @@ class AsyncFunctions(Generic[FunctionT]):
         def register(
             body: Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
         ) -> Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]:
-            if not inspect.iscoroutinefunction(body) and inspect.isfunction(body):
-                raise ConfigurationError(
-                    f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with "
-                    "Functions, which the same worker can carry out."
-                )
             self._registry.add(
                 name,
                 body,

@@ -125,7 +125,7 @@ class FunctionClaims(Claims[FunctionT]):
             if row is not None or not limits:
                 return row
         terms = {**key, **self._terms_under_limits()}
-        locked = connection.execute(limited.lock_one(self._rows, run_now=run_now), terms).first()
+        locked: AnyRow | None = connection.execute(limited.lock_one(self._rows, run_now=run_now), terms).first()
         if locked is None:
             return None
         connection.execute(self._turn)

@@ -22,6 +22,7 @@ from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, re
 from sqla_durable.functions.model import NAME_LENGTH
 from sqla_durable.holder import stored_key
 from sqla_durable.retry import Retry
+from sqla_durable.stepping import is_coroutine_function
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -92,14 +93,15 @@ class Definition:
 class Registry:
     """The functions that one process knows, by name and by body.
 
-    :param form: what the errors call the form: ``Functions`` or ``AsyncFunctions``.
     :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function.
+    :param coroutines: whether they are coroutine functions, those of ``AsyncFunctions``.
     """
 
-    def __init__(self, form: str, concurrency_per_tenant: int | None = None) -> None:
-        require_concurrency(f"{form}(concurrency_per_tenant)", concurrency_per_tenant)
+    def __init__(self, concurrency_per_tenant: int | None = None, *, coroutines: bool = False) -> None:
+        self._form = "AsyncFunctions" if coroutines else "Functions"
+        require_concurrency(f"{self._form}(concurrency_per_tenant)", concurrency_per_tenant)
         self.concurrency_per_tenant = concurrency_per_tenant
-        self._form = form
+        self._coroutines = coroutines
         self._limits: dict[str, Limits] = {}
         self._unlimited: list[str] = []
         self._by_name: dict[str, Definition] = {}
@@ -137,6 +139,7 @@ class Registry:
             raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
         limits = limits_of(name, concurrency, concurrency_per_tenant, rate)
         takes = _inputs(name, body)
+        self._refuse_other_form(name, body)
         try:
             input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
             changes = Changes(OnMismatch(on_mismatch), _former(aliases or {}))
@@ -148,6 +151,19 @@ class Registry:
             self._limits = {**self._limits, name: limits}
         else:
             self._unlimited = [*self._unlimited, name]
+
+    def _refuse_other_form(self, name: str, body: AnyBody) -> None:
+        if is_coroutine_function(body) is self._coroutines:
+            return
+        if self._coroutines:
+            raise ConfigurationError(
+                f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with Functions, "
+                "which the same worker can carry out."
+            )
+        raise ConfigurationError(
+            f"function {name!r}: {body!r} is a coroutine function; declare it with AsyncFunctions from "
+            "sqla_durable.asyncio, whose worker carries out both."
+        )
 
     def of(self, function: AnyBody | str) -> Definition:
         """Return the definition of a function, given itself or its name.

@@ -26,7 +26,7 @@ from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
 from sqla_durable.runs import work_of
 from sqla_durable.signal import SignalMixin
-from sqla_durable.stepping import plain, refuse_coroutine
+from sqla_durable.stepping import plain
 from sqla_durable.sync_sessions import SyncSessions
 
 P = ParamSpec("P")
@@ -70,7 +70,7 @@ class Functions(Generic[FunctionT]):
         owner: str | None = None,
         concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("Functions", concurrency_per_tenant)
+        self._registry = Registry(concurrency_per_tenant)
         self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -117,7 +117,6 @@ class Functions(Generic[FunctionT]):
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
-            refuse_coroutine(body)
             self._registry.add(
                 name,
                 body,
