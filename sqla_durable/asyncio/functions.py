@@ -18,7 +18,8 @@ from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry, refuse_name
-from sqla_durable.functions.functions import NO_INPUT, When
+from sqla_durable.functions.function_run import FunctionRun
+from sqla_durable.functions.functions import NO_INPUT, Functions, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
@@ -122,6 +123,10 @@ class AsyncFunctions(Generic[FunctionT]):
 
         return register
 
+    def include(self, other: Functions[FunctionT] | AsyncFunctions[FunctionT], /) -> None:
+        """Know the functions of others on the same tables, too. See :meth:`.Functions.include`."""
+        self._verbs.include(other)
+
     @overload
     async def start(
         self,
@@ -141,6 +146,35 @@ class AsyncFunctions(Generic[FunctionT]):
         self,
         session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
+        given: InputT,
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    async def start(
+        self,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any]], OutputT],
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    async def start(
+        self,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any], InputT], OutputT],
         given: InputT,
         /,
         *,
@@ -189,6 +223,21 @@ class AsyncFunctions(Generic[FunctionT]):
         self,
         session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
+        inputs: Iterable[InputT],
+        /,
+        *,
+        key: Callable[[InputT], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[OutputT]]: ...
+
+    @overload
+    async def start_many(
+        self,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any], InputT], OutputT],
         inputs: Iterable[InputT],
         /,
         *,
@@ -307,9 +356,17 @@ class AsyncFunctions(Generic[FunctionT]):
         values |= {"available_at": run_at, "priority": priority}
         return await unproxied(session).run_sync(self._verbs.fork, handle, from_step, key, values)
 
+    @overload
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
-    ) -> FunctionHandle[OutputT]:
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(
+        self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
+    ) -> FunctionHandle[OutputT]: ...
+
+    def handle(self, function: Callable[..., Any], /, *, key: str, tenant: str | None = None) -> FunctionHandle[Any]:
         """Rebuild a handle from the key that a run was started with; nothing is read."""
         return self._verbs.handle(function, key, tenant)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import ColumnElement
@@ -28,6 +28,9 @@ from sqla_durable.runs import work_of
 from sqla_durable.signal import SignalMixin
 from sqla_durable.stepping import plain
 from sqla_durable.sync_sessions import SyncSessions
+
+if TYPE_CHECKING:
+    from sqla_durable.asyncio.functions import AsyncFunctions
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
@@ -132,7 +135,47 @@ class Functions(Generic[FunctionT]):
 
         return register
 
+    def include(self, other: Functions[FunctionT] | AsyncFunctions[FunctionT], /) -> None:
+        """Know the functions of others on the same tables, too, and those that are declared there later.
+
+        All but carrying them out is then done from here: coroutine functions are started by an ordinary session, and
+        their results read. Their own form, and its worker, carries them out, and under the limits that it has.
+
+        :param other: the others, of either form.
+        :raises ConfigurationError: where their runs are in other tables, or a name is taken.
+        """
+        self._verbs.include(other)
+
     # in the caller's transaction
+
+    @overload
+    def start(
+        self,
+        session: AnySession,
+        function: Callable[[Any], Awaitable[OutputT]],
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def start(
+        self,
+        session: AnySession,
+        function: Callable[[Any, InputT], Awaitable[OutputT]],
+        given: InputT,
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
 
     @overload
     def start(
@@ -211,6 +254,21 @@ class Functions(Generic[FunctionT]):
         inputs = () if given is NO_INPUT else (given,)
         values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_function(session, function, inputs, key, values)
+
+    @overload
+    def start_many(
+        self,
+        session: AnySession,
+        function: Callable[[Any, InputT], Awaitable[OutputT]],
+        inputs: Iterable[InputT],
+        /,
+        *,
+        key: Callable[[InputT], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[OutputT]]: ...
 
     @overload
     def start_many(
@@ -395,9 +453,17 @@ class Functions(Generic[FunctionT]):
 
     # observing
 
+    @overload
+    def handle(
+        self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
     def handle(
         self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
-    ) -> FunctionHandle[OutputT]:
+    ) -> FunctionHandle[OutputT]: ...
+
+    def handle(self, function: Callable[..., Any], /, *, key: str, tenant: str | None = None) -> FunctionHandle[Any]:
         """Rebuild a handle from the key that a run was started with; nothing is read.
 
         :param function: the decorated function.

@@ -29,6 +29,7 @@ from sqla_durable.exc import (
     RunTimedOut,
     UsageError,
 )
+from sqla_durable.execution import Ending, Outcome
 from sqla_durable.failure import Failure
 from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
@@ -42,7 +43,7 @@ from sqla_durable.ground import Sessions
 from sqla_durable.holder import Holder, stored_key
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
-from sqla_durable.rows import AnyRow, bound
+from sqla_durable.rows import AnyRow, Ident, bound
 from sqla_durable.sqlstate import translated
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
@@ -83,6 +84,20 @@ class FunctionVerbs(Verbs[FunctionT]):
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
         return FunctionClaims(self.store, self.reading, owner, self.registry)
+
+    def include(self, other: object) -> None:
+        """See :meth:`.Functions.include`."""
+        works = getattr(other, "works", None)
+        others: Any = None if works is None or isinstance(other, type) else works()[0].verbs
+        if not issubclass(type(others), FunctionVerbs):
+            raise ConfigurationError(f"include({other!r}): pass Functions or AsyncFunctions.")
+        entity, own = others.runs.entity, self.runs.entity
+        if entity is not own:
+            raise ConfigurationError(
+                f"include({other!r}): these have their runs in {entity.__name__}, and not in {own.__name__}; start "
+                "them there."
+            )
+        self.registry.include(others.registry)
 
     # starting
 
@@ -210,6 +225,13 @@ class FunctionVerbs(Verbs[FunctionT]):
         parameters = self.store.parameters(holder.lease, state=text)
         self.store.write(holder.lease, lambda connection: self._publish.first(connection, parameters))
 
+    def _answer(self, identity: Ident, connection: Connection) -> Outcome:
+        outcome = super()._answer(identity, connection)
+        if outcome.ending is Ending.NOT_CLAIMABLE:
+            statement = select(self.rows.function).where(self.runs.matches())
+            self.registry.refuse_included(connection.execute(statement, self.runs.parameters(identity)).scalar_one())
+        return outcome
+
     # the caller's and the operator's verbs
 
     def cancel_function(self, session: AnySession, handle: FunctionHandle[Any] | UUID) -> bool:
@@ -291,7 +313,7 @@ class FunctionVerbs(Verbs[FunctionT]):
     def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: AnySession | None) -> Any:
         """See :meth:`.Functions.result`."""
         if session is None:
-            row = self.wait(handle, timeout)
+            row = self.waiting.until_landed(handle, timeout, lambda row: self.registry.of(row.function))
         else:
             row = self.on(session, lambda connection: self.waiting.ending(connection, handle))
             if not self.waiting.has_landed(row):

@@ -226,6 +226,25 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     AsyncWorker(async_functions, functions).stop()
 
 
+def use_included(session: Session, order: Order) -> None:
+    functions.include(async_functions)
+    handle = functions.start(session, fulfil_async, order, key="k")
+    assert_type(handle, FunctionHandle[Shipment])
+    assert_type(functions.start(session, nightly_async), FunctionHandle[int])
+    assert_type(functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
+    assert_type(functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.result(handle), Shipment)
+    assert_type(functions.find(function=fulfil_async), list[FunctionSummary])
+
+
+async def use_included_async(session: AsyncSession, order: Order) -> None:
+    async_functions.include(functions)
+    assert_type(await async_functions.start(session, fulfil, order), FunctionHandle[Shipment])
+    assert_type(await async_functions.start(session, nightly), FunctionHandle[int])
+    assert_type(await async_functions.start_many(session, fulfil, [order]), list[FunctionHandle[Shipment]])
+    assert_type(async_functions.handle(fulfil, key="k"), FunctionHandle[Shipment])
+
+
 def use_proxies(one: scoped_session[Session], order: Order) -> None:
     assert_type(functions.start(one, fulfil, order), FunctionHandle[Shipment])
     assert_type(functions.start_many(one, fulfil, [order]), list[FunctionHandle[Shipment]])

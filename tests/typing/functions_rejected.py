@@ -29,9 +29,14 @@ def use(session: Session, order: Order) -> None:
     functions.start(session, nightly, order)  # type: ignore[arg-type]
     functions.start(session, fulfil, order, key=1)  # type: ignore[call-overload]
     functions.start_many(session, fulfil, ["one"])  # type: ignore[arg-type]
+    functions.start(session, fulfil_async, {"id": 1})  # type: ignore[arg-type]
+    functions.start(session, fulfil_async)  # type: ignore[arg-type]
+    functions.start_many(session, fulfil_async, ["one"])  # type: ignore[arg-type]
+    functions.include(fulfil_async)  # type: ignore[arg-type]
+    other: FunctionHandle[int] = functions.start(session, fulfil_async, order)  # type: ignore[arg-type]
     wrong: FunctionHandle[int] = functions.start(session, fulfil, order)  # type: ignore[arg-type]
     result: str = functions.result(functions.start(session, fulfil, order))  # type: ignore[assignment]
-    print(wrong, result)
+    print(wrong, other, result)
 
 
 @functions.function("no run")  # type: ignore[arg-type]
@@ -83,6 +88,7 @@ def without_session(order: Order) -> Shipment:
 
 async def use_async(session: AsyncSession, order: Order) -> None:
     await async_functions.start(session, fulfil_async, 1)  # type: ignore[arg-type]
-    await async_functions.start(session, fulfil, order)  # type: ignore[arg-type]
+    await async_functions.start(session, fulfil, 1)  # type: ignore[arg-type]
+    await async_functions.start(session, fulfil)  # type: ignore[arg-type]
     wrong: FunctionHandle[int] = await async_functions.start(session, fulfil_async, order)  # type: ignore[arg-type]
     print(wrong)
