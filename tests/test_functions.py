@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from pydantic import BaseModel
@@ -256,6 +256,36 @@ def test_a_handle_is_a_value_that_can_be_rebuilt_from_the_key(functions: Functio
         functions.describe(functions.handle(fulfil, key="order-1"))
     assert handle.id is not None
     assert functions.describe(handle.id).key == "order-1"
+
+
+def test_a_handle_is_rebuilt_from_the_id(functions: Functions[DurableRun]) -> None:
+    body = next(iter(functions._registry)).body
+    functions.function("other")(lambda run: None)
+    started_as = started(functions, body, Order(id=1), key="k")
+    handle = functions.handle(body, id=started_as.id)
+    work(functions)
+    assert functions.result(handle) == Shipment(code="s-1")
+    assert functions.describe(handle).handle == started_as
+    for timeout in (None, timedelta(0)):
+        with pytest.raises(UsageError, match=rf"the run {started_as.id} is one of function 'fulfil', not of 'other'"):
+            functions.result(FunctionHandle("other", started_as.id), timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "key= or as id="),
+        ({"key": "k", "id": UUID(int=1)}, "key= or as id="),
+        ({"id": UUID(int=1), "tenant": "north"}, "tenant= goes with key="),
+        ({"id": str(UUID(int=1))}, "no UUID; pass UUID"),
+        ({"key": 5}, "a key is a str"),
+    ],
+)
+def test_a_handle_that_could_stand_for_no_run_is_refused(
+    functions: Functions[DurableRun], arguments: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        functions.handle(next(iter(functions._registry)).body, **arguments)
 
 
 def test_what_a_handle_says_of_a_run_that_does_not_exist(functions: Functions[DurableRun]) -> None:

@@ -78,6 +78,7 @@ def test_a_worker_carries_it_out_and_every_verb_tells_the_same(engine: Engine) -
         assert [each.handle for each in await functions.find(key="k")] == [handle]
         body = next(iter(functions._registry)).body
         assert await functions.result(functions.handle(body, key="k", tenant="north")) == Shipment(code="s-1")
+        assert await functions.result(functions.handle(body, id=handle.id)) == Shipment(code="s-1")
         with pytest.raises(RunNotFound):
             await functions.describe(functions.handle(body, key="other"))
         assert (await functions.execute(handle)).replayed

@@ -362,13 +362,27 @@ class AsyncFunctions(Generic[FunctionT]):
     ) -> FunctionHandle[OutputT]: ...
 
     @overload
+    def handle(self, function: Callable[..., Awaitable[OutputT]], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    @overload
     def handle(
         self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
     ) -> FunctionHandle[OutputT]: ...
 
-    def handle(self, function: Callable[..., Any], /, *, key: str, tenant: str | None = None) -> FunctionHandle[Any]:
-        """Rebuild a handle from the key that a run was started with; nothing is read."""
-        return self._verbs.handle(function, key, tenant)
+    @overload
+    def handle(self, function: Callable[..., OutputT], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    def handle(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        key: str | None = None,
+        tenant: str | None = None,
+        id: UUID | None = None,  # noqa: A002 - as the handle calls it
+    ) -> FunctionHandle[Any]:
+        """Rebuild a handle from the key that a run was started with, or from its id. See :meth:`.Functions.handle`."""
+        return self._verbs.handle(function, key, tenant, id)
 
     async def describe(
         self, handle: FunctionHandle[Any] | UUID, *, session: AnyAsyncSession | None = None

@@ -459,16 +459,34 @@ class Functions(Generic[FunctionT]):
     ) -> FunctionHandle[OutputT]: ...
 
     @overload
+    def handle(self, function: Callable[..., Awaitable[OutputT]], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    @overload
     def handle(
         self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
     ) -> FunctionHandle[OutputT]: ...
 
-    def handle(self, function: Callable[..., Any], /, *, key: str, tenant: str | None = None) -> FunctionHandle[Any]:
-        """Rebuild a handle from the key that a run was started with; nothing is read.
+    @overload
+    def handle(self, function: Callable[..., OutputT], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    def handle(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        key: str | None = None,
+        tenant: str | None = None,
+        id: UUID | None = None,  # noqa: A002 - as the handle calls it
+    ) -> FunctionHandle[Any]:
+        """Rebuild a handle from the key that a run was started with, or from its id; nothing is read.
 
         :param function: the decorated function.
+        :param key: the key.
+        :param tenant: the tenant that it was started for, if any.
+        :param id: the primary key of the run, as ``handle.id`` has it.
+        :raises UsageError: where neither is given, or both.
         """
-        return self._verbs.handle(function, key, tenant)
+        return self._verbs.handle(function, key, tenant, id)
 
     def describe(self, handle: FunctionHandle[Any] | UUID, *, session: AnySession | None = None) -> FunctionSummary:
         """Read how a run stands: its status, attempts, times, progress and failure.

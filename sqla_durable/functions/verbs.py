@@ -45,6 +45,7 @@ from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
 from sqla_durable.rows import AnyRow, Ident, bound
 from sqla_durable.sqlstate import translated
+from sqla_durable.start import refuse_key
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
@@ -262,9 +263,19 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     # observing
 
-    def handle(self, function: AnyBody | str, key: str, tenant: str | None) -> FunctionHandle[Any]:
+    def handle(
+        self, function: AnyBody | str, key: str | None, tenant: str | None, ident: UUID | None
+    ) -> FunctionHandle[Any]:
         """See :meth:`.Functions.handle`."""
-        return FunctionHandle(self.registry.of(function).name, None, key, tenant)
+        if (key is None) is (ident is None):
+            raise UsageError("handle(): say which run it is as key= or as id=, one of them.")
+        if ident is None:
+            refuse_key(self.rows, key)
+        elif tenant is not None:
+            raise UsageError(f"handle(tenant={tenant!r}): tenant= goes with key=; an id is that of one run.")
+        elif not isinstance(cast(object, ident), UUID):
+            raise UsageError(f"handle(id={ident!r}) is no UUID; pass UUID({ident!r}).")
+        return FunctionHandle(self.registry.of(function).name, ident, key, tenant)
 
     def on(self, session: AnySession | None, work: Callable[[Connection], Any]) -> Any:
         """Read something in the caller's transaction, or else by itself."""
@@ -312,12 +323,18 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: AnySession | None) -> Any:
         """See :meth:`.Functions.result`."""
+
+        def check(row: AnyRow) -> Definition:
+            _refuse_other(handle, row.function)
+            return self.registry.of(row.function)
+
         if session is None:
-            row = self.waiting.until_landed(handle, timeout, lambda row: self.registry.of(row.function))
+            row = self.waiting.until_landed(handle, timeout, check)
         else:
             row = self.on(session, lambda connection: self.waiting.ending(connection, handle))
             if not self.waiting.has_landed(row):
                 raise RunNotLanded(f"{named(handle)} is {row.status.value} still.")
+        _refuse_other(handle, row.function)
         lifecycle = self.runs.lifecycle
         if row.status == lifecycle.done:
             return self.registry.of(row.function).output.decode(parsed(row.output), f"the end of {row.function}")
@@ -373,6 +390,12 @@ class FunctionVerbs(Verbs[FunctionT]):
             waits = and_(runs.in_status(runs.lifecycle.ready), runs.available_at > clock.now())
             found.append(waits if waiting else not_(waits))
         return found
+
+
+def _refuse_other(handle: object, function: str) -> None:
+    """Refuse a handle that calls a run one of another function, whose result is of another type."""
+    if isinstance(handle, FunctionHandle) and handle.function != function:
+        raise UsageError(f"the run {handle.id} is one of function {function!r}, not of {handle.function!r}.")
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

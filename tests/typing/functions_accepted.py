@@ -177,6 +177,7 @@ def use(session: Session, order: Order) -> None:
     many = functions.start_many(session, fulfil, [order], key=lambda each: str(each.id))
     assert_type(many, list[FunctionHandle[Shipment]])
     assert_type(functions.handle(fulfil, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.handle(fulfil, id=UUID(int=1)), FunctionHandle[Shipment])
     assert_type(functions.result(handle, timeout=timedelta(seconds=1)), Shipment)
     assert_type(functions.result(handle, session=session), Shipment)
     assert_type(functions.wait(handle), FunctionStatus)
@@ -209,6 +210,7 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.start(session, nightly_async), FunctionHandle[int])
     assert_type(await async_functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
     assert_type(async_functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(async_functions.handle(fulfil_async, id=UUID(int=1)), FunctionHandle[Shipment])
     assert_type(await async_functions.result(handle), Shipment)
     assert_type(await async_functions.wait(handle), FunctionStatus)
     assert_type(await async_functions.describe(handle, session=session), FunctionSummary)
@@ -233,6 +235,7 @@ def use_included(session: Session, order: Order) -> None:
     assert_type(functions.start(session, nightly_async), FunctionHandle[int])
     assert_type(functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
     assert_type(functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.handle(fulfil_async, id=UUID(int=1)), FunctionHandle[Shipment])
     assert_type(functions.result(handle), Shipment)
     assert_type(functions.find(function=fulfil_async), list[FunctionSummary])
 

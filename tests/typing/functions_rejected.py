@@ -5,6 +5,8 @@ Each ignore comment stands for the rejection: both checkers report one that is n
 
 from __future__ import annotations
 
+from uuid import UUID
+
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -27,6 +29,9 @@ def use(session: Session, order: Order) -> None:
     functions.start(session, fulfil, {"id": 1})  # type: ignore[arg-type]
     functions.start(session, fulfil)  # type: ignore[arg-type]
     functions.start(session, nightly, order)  # type: ignore[arg-type]
+    functions.handle(fulfil)  # type: ignore[call-overload]
+    functions.handle(fulfil, key="k", id=UUID(int=1))  # type: ignore[call-overload]
+    functions.handle(fulfil, id="1")  # type: ignore[call-overload]
     functions.start(session, fulfil, order, key=1)  # type: ignore[call-overload]
     functions.start_many(session, fulfil, ["one"])  # type: ignore[arg-type]
     functions.start(session, fulfil_async, {"id": 1})  # type: ignore[arg-type]
