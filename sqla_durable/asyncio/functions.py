@@ -215,7 +215,7 @@ class AsyncFunctions(Generic[FunctionT]):
     ) -> FunctionHandle[Any]:
         """Start a run of a function in the caller's transaction. See :meth:`.Functions.start`."""
         inputs = () if given is NO_INPUT else (given,)
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         return await unproxied(session).run_sync(self._verbs.start_function, function, inputs, key, values)
 
     @overload
@@ -279,7 +279,7 @@ class AsyncFunctions(Generic[FunctionT]):
         """Start a run for each input, in the caller's transaction. See :meth:`.Functions.start_many`."""
         every = list(inputs)
         keys = None if key is None else [key(each) for each in every]
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         given = [(each,) for each in every]
         return await unproxied(session).run_sync(self._verbs.start_many, function, given, keys, values)
 
@@ -353,7 +353,7 @@ class AsyncFunctions(Generic[FunctionT]):
         **values: Any,
     ) -> FunctionHandle[OutputT]:
         """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
-        values |= {"available_at": run_at, "priority": priority}
+        values |= {"run_at": run_at, "priority": priority}
         return await unproxied(session).run_sync(self._verbs.fork, handle, from_step, key, values)
 
     @overload

@@ -252,7 +252,7 @@ class Functions(Generic[FunctionT]):
         :raises TransactionConflict: retry the whole transaction.
         """
         inputs = () if given is NO_INPUT else (given,)
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_function(session, function, inputs, key, values)
 
     @overload
@@ -324,7 +324,7 @@ class Functions(Generic[FunctionT]):
         """
         every = list(inputs)
         keys = None if key is None else [key(each) for each in every]
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_many(session, function, [(each,) for each in every], keys, values)
 
     def signal(
@@ -448,7 +448,7 @@ class Functions(Generic[FunctionT]):
         :raises KeyConflict: where the key belongs to another run.
         :raises TransactionConflict: retry the whole transaction.
         """
-        values |= {"available_at": run_at, "priority": priority}
+        values |= {"run_at": run_at, "priority": priority}
         return self._verbs.fork(session, handle, from_step, key, values)
 
     # observing

@@ -45,7 +45,7 @@ from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
 from sqla_durable.rows import AnyRow, Ident, bound
 from sqla_durable.sqlstate import translated
-from sqla_durable.start import refuse_key
+from sqla_durable.start import refuse_instant, refuse_key
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
@@ -399,5 +399,13 @@ def _refuse_other(handle: object, function: str) -> None:
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a caller has given; None is the default of its column, as in a flush."""
-    return {name: value for name, value in values.items() if value is not None}
+    """Return the attributes that a caller has given; None is the default of its column, as in a flush.
+
+    :raises UsageError: for a time at which no run can be due, which is called as the caller has called it.
+    """
+    if "available_at" in values:
+        raise UsageError(f"available_at={values['available_at']!r}: a function's run is due at run_at=; write that.")
+    due = values.get("run_at")
+    refuse_instant("run_at", due)
+    given = {**values, "run_at": None, "available_at": due}
+    return {name: value for name, value in given.items() if value is not None}
