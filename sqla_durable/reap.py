@@ -88,6 +88,7 @@ def _requeue(runs: RunRows[Any], locking: AnySelect, *, notify: bool) -> Update:
         runs.error,
         runs.started_at,
         runs.finished_at,
+        *runs.of_one_life,
     )
     changes: dict[Column[Any], Any] = {
         runs.status: runs.constant(runs.lifecycle.ready),

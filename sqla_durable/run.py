@@ -170,6 +170,8 @@ class RunRows(Rows[RunT]):
         self.waits_for = self.column("waits_for") if waiting else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
+        self.of_one_life: Sequence[Column[Any]] = ()
+        """What else a requeue clears, in rows that have more of a life."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
         self.tells: Callable[[], bool] = lambda: True
         """Says whether a statement may send a notification."""

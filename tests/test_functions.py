@@ -320,6 +320,22 @@ def test_describe_tells_the_progress_that_a_run_has_made(factory: sessionmaker[S
     assert not after.cancellable
 
 
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_what_a_run_has_published_goes_with_its_former_life(factory: sessionmaker[Session], all_at_once: bool) -> None:
+    functions: Functions[DurableRun] = Functions(factory, DurableRun, DurableStep)
+
+    @functions.function("publishes")
+    def publishes(run: FunctionRun) -> None:
+        run.publish({"row": 7})
+        raise ValueError
+
+    handle = started(functions, publishes)
+    work(functions)
+    assert functions.describe(handle).state == {"row": 7}
+    assert functions.requeue_all(everything=True) if all_at_once else functions.requeue(handle)
+    assert functions.describe(handle).state is None
+
+
 def test_state_is_not_published_from_within_a_step(factory: sessionmaker[Session]) -> None:
     functions: Functions[DurableRun] = Functions(factory, DurableRun, DurableStep)
 

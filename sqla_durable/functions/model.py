@@ -166,6 +166,7 @@ class FunctionRows(RunRows[FunctionT]):
         self.result: Column[Any] = self.column("output")
         self.output = self.result
         self.state = self.column("state")
+        self.of_one_life = (self.state,)
         self.paced_at = self.column("paced_at")
         self.awaited = self.column("awaited")
 
