@@ -41,7 +41,7 @@ from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
 from sqla_durable.priority import PriorityMixin
-from sqla_durable.rows import AnySelect, Rows, constant
+from sqla_durable.rows import AnySelect, Ident, Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
@@ -175,6 +175,13 @@ class RunRows(Rows[RunT]):
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
         self.tells: Callable[[], bool] = lambda: True
         """Says whether a statement may send a notification."""
+
+    def called(self, identity: Ident, values: Mapping[str, Any]) -> str:  # noqa: ARG002 - of those that do
+        """Return how an error calls a run.
+
+        :param values: the attributes that it is started with.
+        """
+        return f"{self.entity.__name__} {identity!r}"
 
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""

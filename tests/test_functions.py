@@ -24,6 +24,7 @@ from sqla_durable import (
     FunctionStatus,
     InputError,
     NestedStep,
+    NotAnswered,
     ReceiptMismatch,
     ReceiptMixin,
     Retry,
@@ -33,6 +34,7 @@ from sqla_durable import (
     RunNotFound,
     RunNotLanded,
     Runs,
+    UpdateTimeout,
     UsageError,
 )
 from tests.support import Plan, PlanStep
@@ -356,6 +358,25 @@ def test_waiting_for_a_result_ends_with_the_timeout_and_the_run_goes_on(function
     assert isinstance(caught.value, TimeoutError)
     work(functions)
     assert functions.wait(handle) is FunctionStatus.DONE
+
+
+def test_what_has_not_come_in_time_says_of_which_run_and_what_to_do(functions: Functions[DurableRun]) -> None:
+    handle = started(functions, "fulfil", Order(id=1), key="k")
+    run = "the run with the key 'k' of function 'fulfil'"
+    with pytest.raises(
+        UpdateTimeout, match=rf"^update 'add': {run} is ready, and has not answered within 0:00:00\.05.*answer"
+    ):
+        functions.update(handle, "add", 1, timeout=timedelta(seconds=0.05))
+    with pytest.raises(RunNotLanded, match=rf"^{run} is ready still after 0:00:00\.050000; it goes on, and .*describe"):
+        functions.result(handle, timeout=timedelta(seconds=0.05))
+    with (
+        functions.session_factory() as session,
+        pytest.raises(RunNotLanded, match=rf"^{run} is ready still; .*without session="),
+    ):
+        functions.result(handle, session=session)
+    work(functions)
+    with pytest.raises(NotAnswered, match=rf"^update 'add': {run} has ended already"):
+        functions.update(handle, "add", 1, timeout=timedelta(seconds=1))
 
 
 def test_a_run_that_is_not_carried_out_is_cancelled_at_once(functions: Functions[DurableRun], engine: Engine) -> None:

@@ -83,6 +83,22 @@ def test_the_same_key_with_another_input_is_refused(functions: Functions[Durable
     assert runs(engine) == 1
 
 
+def test_a_key_conflict_says_of_which_run_and_function(functions: Functions[DurableRun]) -> None:
+    with functions.session_factory.begin() as session:
+        first = functions.start(session, "fulfil", Order(id=1), key="k")
+        for start in (
+            lambda: functions.start(session, "fulfil", Order(id=2), key="k"),
+            lambda: functions.start_many(session, "fulfil", [Order(id=2)], key=lambda _: "k"),
+        ):
+            with pytest.raises(KeyConflict) as caught:
+                start()
+            said = (
+                f"the key 'k' belongs to the run {first.id} of function 'fulfil', which was started with other values"
+            )
+            assert str(caught.value) == f"{said}; use a key for one payload only."
+            assert caught.value.identity == (first.id,)
+
+
 def test_a_run_that_has_ended_still_answers_to_its_key(functions: Functions[DurableRun]) -> None:
     with functions.session_factory.begin() as session:
         handle = functions.start(session, "fulfil", Order(id=1), key="k")

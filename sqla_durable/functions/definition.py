@@ -163,7 +163,7 @@ class Registry:
             )
         raise ConfigurationError(
             f"function {name!r}: {body!r} is a coroutine function; declare it with AsyncFunctions from "
-            "sqla_durable.asyncio, whose worker carries out both."
+            "sqla_durable.asyncio, whose worker carries out both; include() has these start its runs, too."
         )
 
     def include(self, other: Registry) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -21,7 +21,7 @@ from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.retry import Retry
-from sqla_durable.rows import bound
+from sqla_durable.rows import Ident, bound
 from sqla_durable.run import RunMixin, RunRows
 from sqla_durable.status import StatusMachine
 from sqla_durable.waits_for import WaitMixin
@@ -169,6 +169,14 @@ class FunctionRows(RunRows[FunctionT]):
         self.of_one_life = (self.state,)
         self.paced_at = self.column("paced_at")
         self.awaited = self.column("awaited")
+
+    def called(self, identity: Ident, values: Mapping[str, Any]) -> str:
+        """Return how an error calls a run."""
+        return (
+            f"the run {identity[0]} of function {values['function']!r}"
+            if "function" in values
+            else super().called(identity, values)
+        )
 
     def upon_landing(self, landed: ColumnElement[bool]) -> dict[Column[Any], Any]:
         """Tell those who wait for the run, and note that nobody does any more."""

@@ -255,7 +255,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         timeout: timedelta,
     ) -> Any:
         """See :meth:`.Functions.update`."""
-        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout)
+        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout, named(handle))
 
     def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.requeue`."""
@@ -333,7 +333,9 @@ class FunctionVerbs(Verbs[FunctionT]):
         else:
             row = self.on(session, lambda connection: self.waiting.ending(connection, handle))
             if not self.waiting.has_landed(row):
-                raise RunNotLanded(f"{named(handle)} is {row.status.value} still.")
+                raise RunNotLanded(
+                    f"{named(handle)} is {row.status.value} still; it is waited for without session= only."
+                )
         _refuse_other(handle, row.function)
         lifecycle = self.runs.lifecycle
         if row.status == lifecycle.done:

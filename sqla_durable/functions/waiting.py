@@ -88,7 +88,8 @@ class Waiting:
                     return row
                 heard = row.marked and waiter.hears
                 pause, longest = (_LONGEST_HEARING, _LONGEST_HEARING) if heard else (pause, _LONGEST_PAUSE)
-                late = f"{named(look.handle)} is {row.status.value} still after {timeout}; it goes on."
+                status = f"{named(look.handle)} is {row.status.value} still"
+                late = f"{status} after {timeout}; it goes on, and describe() says how far it is."
             except RetryableError as error:
                 # It lasts no longer than the database is away, as a run does; the caller has said for how long to wait.
                 outage = error
