@@ -40,6 +40,9 @@ class AnyWork:
     verbs: Verbs[Any]
     execute: Callable[..., Any]
 
+    def __post_init__(self) -> None:
+        self.verbs.claims.check()
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {self.verbs.runs.entity.__name__}>"
 

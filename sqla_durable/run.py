@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
@@ -41,7 +41,7 @@ from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
 from sqla_durable.priority import PriorityMixin
-from sqla_durable.rows import AnySelect, Rows, constant
+from sqla_durable.rows import AnySelect, Ident, Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
@@ -110,7 +110,7 @@ class RunMixin(LeaseMixin, TransitionHook):
         if to != cls.__lifecycle__.ready:
             return ()
         if cls not in _notices:
-            _notices[cls] = RunRows(cls).notices
+            _notices[cls] = cls.__rows__().notices
         return _notices[cls]
 
     @classmethod
@@ -118,6 +118,11 @@ class RunMixin(LeaseMixin, TransitionHook):
         frozen.refuse(cls, cls.__lifecycle__, values, sources)
         if cls.__lifecycle__.expired is not None:
             expiry.refuse_naive(values.get("expires_at"))
+
+    @classmethod
+    def __rows__(cls) -> RunRows[Any]:
+        """Make the rows that every helper on this class, whichever it is, builds its statements from."""
+        return RunRows(cls)
 
     @classmethod
     def __until__(cls, rows: Rows[Any], sources: Collection[StrEnum], to: StrEnum) -> ColumnElement[Any] | None:
@@ -135,6 +140,8 @@ class RunRows(Rows[RunT]):
 
     started_with: Collection[str] = ()
     """The attributes of a mixin that a run is started with; on a dataclass base no parameters of the constructor."""
+    claimed_by: str | None = None
+    """What claims them, where :class:`.Runs` may not."""
 
     def __init__(self, entity: type[RunT]) -> None:
         super().__init__(entity)
@@ -163,7 +170,18 @@ class RunRows(Rows[RunT]):
         self.waits_for = self.column("waits_for") if waiting else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
+        self.of_one_life: Sequence[Column[Any]] = ()
+        """What else a requeue clears, in rows that have more of a life."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
+        self.tells: Callable[[], bool] = lambda: True
+        """Says whether a statement may send a notification."""
+
+    def called(self, identity: Ident, values: Mapping[str, Any]) -> str:  # noqa: ARG002 - of those that do
+        """Return how an error calls a run.
+
+        :param values: the attributes that it is started with.
+        """
+        return f"{self.entity.__name__} {identity!r}"
 
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""

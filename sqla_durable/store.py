@@ -34,7 +34,6 @@ class Store(Ground, Generic[RunT]):
     :param run: the run class.
     :param receipt: its receipt class.
     :param signals: its signal class, if it has one.
-    :param rows: makes the rows of the run class.
     :raises ConfigurationError: where they do not belong together.
     """
 
@@ -44,7 +43,6 @@ class Store(Ground, Generic[RunT]):
         run: type[RunT],
         receipt: type[Any],
         signals: type[Any] | None = None,
-        rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
@@ -54,7 +52,8 @@ class Store(Ground, Generic[RunT]):
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
-        self.runs = rows(run)
+        self.runs: RunRows[RunT] = run.__rows__()
+        self.runs.tells = lambda: self.notifies
         self.receipts = ReceiptRows(receipt)
         if signals is not None and not _belongs(signals, SignalMixin, run):
             raise ConfigurationError(

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import ConfigurationError, DurableError, Ending, Functions, Run, Runs, Worker
 from sqla_durable.asyncio import AsyncFunctions, AsyncRun, AsyncRuns, AsyncWorker
+from sqla_durable.asyncio import worker as async_worker
 from sqla_durable.claims import Claims
 from tests.support import (
     DEADLINE,
@@ -334,6 +335,45 @@ def test_functions_of_both_forms_in_the_same_tables_are_given_to_one_worker(engi
     assert Worker(functions, **QUICK).run_due(BUDGET) == Counter({Ending.LANDED: 1})
     assert functions.result(handle).endswith(" 3")
     sync_engine.dispose()
+
+
+def test_a_form_that_has_found_nothing_before_the_other_has_begun_waits_for_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was due for the other form was left, and the call returned as if there had been nothing."""
+    tables(engine)
+    async_engine = create_async_engine(engine.url)
+    functions: Functions[DurableRun] = Functions(sessionmaker(engine), DurableRun, DurableStep)
+    coroutines: AsyncFunctions[DurableRun] = AsyncFunctions(async_sessionmaker(async_engine), DurableRun, DurableStep)
+
+    @functions.function("in-thread")
+    def in_a_thread(run: Any) -> None: ...
+
+    @coroutines.function("in-task")
+    async def in_a_task(run: Any) -> None: ...
+
+    in_thread = async_worker._in_thread
+
+    def in_thread_first(work: Callable[[], None]) -> asyncio.Future[None]:
+        returned = threading.Event()
+
+        def do() -> None:
+            work()
+            returned.set()
+
+        ended = in_thread(do)
+        returned.wait(timeout=0.5)
+        return ended
+
+    async def main() -> Counter[Ending]:
+        async with coroutines.session_factory.begin() as session:
+            await coroutines.start(session, in_a_task)
+        monkeypatch.setattr(async_worker, "_in_thread", in_thread_first)
+        endings = await AsyncWorker(functions, coroutines).run_due(BUDGET)
+        await async_engine.dispose()
+        return endings
+
+    assert Background(lambda: asyncio.run(main())).result() == Counter({Ending.LANDED: 1})
 
 
 # faults

@@ -74,11 +74,13 @@ class AsyncWorker(Serving[Work | AsyncWork]):
         in_threads = [work for work in self._works if isinstance(work, Work)]
         slots = _Tasks()
         with Threads(self._concurrency) as threads:
+            # Both before either begins: one that has found nothing due ends the work unless it knows of the other.
             dispatchers = [self._dispatcher_of(in_threads, threads, room)] if in_threads else []
+            in_loop = [self._dispatcher_of(in_tasks, slots, room)] if in_tasks else []
             beside = [_in_thread(dispatcher.run) for dispatcher in dispatchers]
             try:
-                if in_tasks:
-                    await slots.beside(greenlet_spawn(self._dispatcher_of(in_tasks, slots, room).run))
+                for dispatcher in in_loop:
+                    await slots.beside(greenlet_spawn(dispatcher.run))
                 await _within(None, beside)
             except BaseException as interruption:
                 if not isinstance(interruption, Exception):
