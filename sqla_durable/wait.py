@@ -18,7 +18,7 @@ from sqla_durable.exc import ReceiptMismatch, SignalMismatch, UsageError
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
 from sqla_durable.policy import clamped
-from sqla_durable.receipt import Effect, Receipt, StepOutcome
+from sqla_durable.receipt import Effect, Receipt, StepOutcome, parsed
 from sqla_durable.retry import LONGEST
 from sqla_durable.signal import signal_name
 from sqla_durable.step import Beside, Recorded, replayed
@@ -100,18 +100,17 @@ class Wait(_Awaited[PayloadT]):
     def _live(self, key: str, _: str | None) -> Recorded[PayloadT]:
         lease = self.holder.lease
         while True:
-            taken = self.waits.take(lease, key, self.name)
-            if taken is None:
+            seen = self.waits.look(lease, key, self.name)
+            if seen is None:
                 self.park(key)
-            elif isinstance(taken, StepOutcome):
+            elif isinstance(seen, StepOutcome):
                 known = self.holder.steps.read(lease, key)
                 return Recorded(known, replayed(known, Effect.SIGNAL, self._payload))
             else:
-                try:
-                    return Recorded(taken.receipt, self.decode(taken.receipt.result))
-                except SignalMismatch:
-                    self.waits.give_back(lease, taken)
-                    raise
+                # Before it is taken: a process may die between the two, and would have consumed what nobody can read.
+                value = self.decode(parsed(seen.payload))
+                if (taken := self.waits.take(lease, key, seen)) is not None:
+                    return Recorded(taken, value)
 
 
 class _NoSignal(Exception):

@@ -26,7 +26,6 @@ from sqlalchemy import (
     Text,
     and_,
     case,
-    delete,
     exists,
     func,
     literal,
@@ -68,12 +67,12 @@ _READ_COMMITTED = "READ COMMITTED"
 
 
 def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Lock the run if the holder's fence is still the run's, and take its oldest signal of a name with a receipt.
+    """Lock the run if the holder's fence is still the run's, and take a signal as it was read, with a receipt.
 
     Nothing is taken by a run that someone asked to cancel, nor by a step that has its receipt.
     """
     held = fence.held(runs)
-    found = _oldest(signals, _wanted(runs, held))
+    found = _as_read(signals, _wanted(runs, held))
     values = {
         receipts.outcome: _outcome(StepOutcome.SUCCEEDED),
         receipts.result: found.c.payload,
@@ -81,38 +80,13 @@ def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
     }
     recorded = insert_receipt(receipts, found, values).cte("recorded")
     taken = _taking(signals, *signals.of_locked(found), signals.id == found.c.id, exists(select(recorded)))
-    return _told(
-        held,
-        _outcome_of_step(receipts).label("outcome"),
-        select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
-        select(found.c.id).scalar_subquery().label("id"),
-        select(sql_cast(found.c.payload, Text)).scalar_subquery().label("payload"),
-    ).add_cte(taken.returning(signals.id).cte("taken"))
-
-
-def gives_back(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Lock the run likewise, delete the receipt and let a signal be as if nobody had taken it."""
-    held = fence.held(runs)
-    own = receipts.step == step_key(), receipts.effect == literal(Effect.SIGNAL.value, String)
-    deleted = delete(receipts.table).where(*receipts.of_locked(held), *own).returning(receipts.step).cte("deleted")
-    given = (
-        update(signals.table)
-        .where(*signals.of_locked(held), signals.id == bound("id", BigInteger()))
-        .values({**signals.untouched(), signals.step: null()})
-        .returning(signals.id)
-    )
-    return _told(held).add_cte(deleted, given.cte("given"))
+    recorded_at = select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at")
+    return _told(held, recorded_at).add_cte(taken.returning(signals.id).cte("taken"))
 
 
 def reads(signals: SignalRows) -> AnySelect:
     """Read a run's oldest signal of a name that no step has taken; the run's row is locked."""
-    return (
-        select(signals.id, sql_cast(signals.payload, Text))
-        .where(*signals.of_run(), *_waiting(signals))
-        .order_by(signals.id)
-        .limit(1)
-        .with_for_update(of=signals.table)
-    )
+    return _oldest(signals).with_for_update(of=signals.table)
 
 
 def answers(signals: SignalRows) -> Any:
@@ -146,16 +120,19 @@ def locks(runs: RunRows[Any]) -> AnySelect:
 
 
 def looks(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Say whether a signal of that name is there, and whether the time to wait for it is over."""
+    """Read the run's oldest signal of that name, and say whether the time to wait for it is over."""
+    oldest = _oldest(signals).subquery("oldest")
     pending = receipts.is_waiting, receipts.in_outcome(StepOutcome.PENDING)
     overdue = exists().where(*receipts.of_run(), receipts.step == step_key(), *pending, receipts.until <= clock.stamp())
-    return select(
+    looking = select(
         runs.cancel_requested_at.is_not(None).label("cancel_requested"),
         *(late.label(OUT_OF_TIME) for late in runs.out_of_time()),
-        exists().where(*signals.of_run(), *_waiting(signals)).label("there"),
+        oldest.c.id,
+        oldest.c.payload,
         overdue.label("overdue"),
         _outcome_of_step(receipts).label("outcome"),
-    ).where(runs.matches())
+    )
+    return looking.select_from(runs.table.outerjoin(oldest, true())).where(runs.matches(), holding(runs))
 
 
 def parks(runs: RunRows[Any], receipts: ReceiptRows) -> Any:
@@ -237,14 +214,19 @@ def _locked(runs: RunRows[Any], held: CTE) -> list[ColumnElement[Any]]:
     return [*(held.c[name] for name in runs.key_names), *stop.late(held)]
 
 
-def _oldest(signals: SignalRows, held: CTE) -> CTE:
-    """The oldest signal of the held run, locked: another one of the same lease may have taken it meanwhile."""
+def _oldest(signals: SignalRows) -> AnySelect:
+    """A run's oldest signal of a name that no step has taken."""
+    columns = signals.id.label("id"), sql_cast(signals.payload, Text).label("payload")
+    return select(*columns).where(*signals.of_run(), *_waiting(signals)).order_by(signals.id).limit(1)
+
+
+def _as_read(signals: SignalRows, held: CTE) -> CTE:
+    """The signal of the held run that was read, locked: another one of the same lease may have taken it meanwhile."""
+    same = signals.id == bound("id", BigInteger()), signals.payload == json_bound("payload"), signals.step.is_(None)
     found: CTE = (
         select(held, signals.id.label("id"), signals.payload.label("payload"))
         .join(signals.table, and_(*signals.of_locked(held)))
-        .where(*_waiting(signals))
-        .order_by(signals.id)
-        .limit(1)
+        .where(*same)
         .with_for_update(of=signals.table)
         .cte("found")
         .prefix_with("MATERIALIZED")
@@ -284,11 +266,14 @@ def timed_out(receipt: Receipt) -> SignalTimeout | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A signal that was taken, with the receipt of it."""
+class Sent:
+    """A signal that no step has taken.
 
-    receipt: Receipt
+    :param payload: as JSON text.
+    """
+
     id: int
+    payload: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,37 +294,37 @@ class Waits:
     def __init__(self, store: Store[Any]) -> None:
         self.store = store
 
-    def take(self, lease: Lease, key: str, name: str) -> Taken | StepOutcome | None:
-        """Take the oldest signal of a name, with a receipt, in one statement.
+    def look(self, lease: Lease, key: str, name: str) -> Sent | StepOutcome | None:
+        """Read the oldest signal of a name; nothing is taken before its payload has been decoded.
 
         :return: None where there is no signal; where the step has its receipt already, how that ended.
+        :raises LostLease: where the fence has moved on.
+        :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`.
+        """
+        parameters = self._looking(lease, key, name)
+        row = self.store.write(lease, lambda connection: self._looks.first(connection, parameters))
+        self._refuse_stopped(lease, row)
+        if (succeeded := _succeeded(row.outcome)) is not None:
+            return succeeded
+        return None if row.id is None else Sent(row.id, row.payload)
+
+    def take(self, lease: Lease, key: str, sent: Sent) -> Receipt | None:
+        """Take a signal as it was read, with a receipt, in one statement.
+
+        :return: None where it is not to be had any more, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is taken.
         :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is taken.
         """
-        parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
+        values = {"step": key, "effect": Effect.SIGNAL.value, "id": sent.id, "payload": sent.payload}
+        parameters = self.store.parameters(lease, **values)
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._takes.first(connection, parameters))
         )
         self._refuse_stopped(lease, row)
         if row.recorded_at is None:
-            return _succeeded(row.outcome)
-        receipt = Receipt(
-            key,
-            StepOutcome.SUCCEEDED,
-            parsed(row.payload),
-            None,
-            Effect.SIGNAL,
-            lease.fence,
-            row.recorded_at,
-        )
-        return Taken(receipt, row.id)
-
-    def give_back(self, lease: Lease, taken: Taken) -> None:
-        """Let a signal be as if it had not been taken; its payload cannot be read."""
-        parameters = self.store.parameters(lease, step=taken.receipt.step, id=taken.id)
-        self.store.patiently(
-            lambda: self.store.write(lease, lambda connection: self._gives_back.first(connection, parameters))
-        )
+            return None
+        payload = parsed(sent.payload)
+        return Receipt(key, StepOutcome.SUCCEEDED, payload, None, Effect.SIGNAL, lease.fence, row.recorded_at)
 
     def read(self, connection: Connection, lease: Lease, name: str) -> tuple[int, Any] | None:
         """Read the oldest signal of a name in a step's transaction: its id and payload."""
@@ -371,11 +356,11 @@ class Waits:
         """
 
         def work(_: object, connection: Connection) -> Parked | Receipt | None:
-            parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value, timeout=timeout)
+            parameters = {**self._looking(lease, key, name), **arguments(timeout=timeout)}
             self.store.held(connection, lease, lambda connection: self._locks.first(connection, parameters))
             seen: AnyRow = self._looks.first(connection, parameters)
             self._refuse_stopped(lease, seen)
-            if seen.there or _succeeded(seen.outcome):
+            if seen.id is not None or _succeeded(seen.outcome):
                 return None
             if seen.overdue:
                 return self._time_out(connection, lease, key, name)
@@ -414,6 +399,9 @@ class Waits:
 
     # the parts
 
+    def _looking(self, lease: Lease, key: str, name: str) -> dict[str, Any]:
+        return self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
+
     def _time_out(self, connection: Connection, lease: Lease, key: str, name: str) -> Receipt:
         run = f"{self.store.runs.entity.__name__} {lease.identity!r}"
         failure = Failure.of(SignalTimeout(f"{run}: no signal {name!r} came within the timeout of its wait.", key))
@@ -443,13 +431,8 @@ class Waits:
 
     @cached_property
     def _takes(self) -> Prepared:
-        told = *stop.names(self.store.runs), "outcome", "recorded_at", "id", "payload"
-        return self.store.prepare(takes(self.store.runs, self.store.receipts, self.store.signals), *told)
-
-    @cached_property
-    def _gives_back(self) -> Prepared:
-        statement = gives_back(self.store.runs, self.store.receipts, self.store.signals)
-        return self.store.prepare(statement, *stop.names(self.store.runs))
+        statement = takes(self.store.runs, self.store.receipts, self.store.signals)
+        return self.store.prepare(statement, *stop.names(self.store.runs), "recorded_at")
 
     @cached_property
     def _reads(self) -> Prepared:
@@ -475,7 +458,7 @@ class Waits:
 
     @cached_property
     def _looks(self) -> Prepared:
-        told = *stop.names(self.store.runs), "there", "overdue", "outcome"
+        told = *stop.names(self.store.runs), "id", "payload", "overdue", "outcome"
         return self.store.prepare(looks(self.store.runs, self.store.receipts, self.store.signals), *told)
 
     @cached_property

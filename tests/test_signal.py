@@ -207,7 +207,7 @@ def test_a_sender_that_comes_while_a_run_is_parked_waits_for_that_and_wakes_it(
         parameters = waits.store.parameters(lease, step="paid", name="paid", effect="signal", timeout=None)
         assert waits._locks.first(connection, parameters) is not None
         sending = blocked(engine, lambda: send(orders, ident, "paid", 7))
-        assert not waits._looks.first(connection, parameters).there
+        assert waits._looks.first(connection, parameters).id is None
         connection.execute(waits._parks, {**parameters, **waits._key(lease)}).one()
     sending.result()
     assert of_order(engine, ident).due
