@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from sqlalchemy import Connection
 
+from sqla_durable import clock
 from sqla_durable.codec import Codec, codec_of
 from sqla_durable.exc import ReceiptMismatch, SignalMismatch, UsageError
 from sqla_durable.failure import Failure
@@ -208,7 +209,7 @@ class Sleep:
             raise UsageError(f"sleep(..., {duration!r}): a timedelta, or a datetime with a time zone.")
         holder.refuse_unreleasable()
         self._holder = holder
-        self._duration = clamped(duration) if isinstance(duration, timedelta) else duration
+        self._duration = clamped(duration) if isinstance(duration, timedelta) else clock.within(duration)
 
     def carry_out(self, key: str | int) -> None:
         """See :meth:`.Run.sleep`."""
