@@ -51,6 +51,7 @@ from sqla_durable.receipt import (
     ReceiptRows,
     StepOutcome,
     from_held,
+    input_fingerprint,
     insert_receipt,
     json_bound,
     parsed,
@@ -77,6 +78,7 @@ def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> Any
         receipts.outcome: _outcome(StepOutcome.SUCCEEDED),
         receipts.result: found.c.payload,
         receipts.recorded_at: clock.stamp(),
+        receipts.input_fingerprint: input_fingerprint(),
     }
     recorded = insert_receipt(receipts, found, values).cte("recorded")
     taken = _taking(signals, *signals.of_locked(found), signals.id == found.c.id, exists(select(recorded)))
@@ -179,6 +181,7 @@ def _keeping_until(receipts: ReceiptRows, held: CTE, instant: ColumnElement[Any]
         receipts.result: case((ended(asked.c.until), nothing)),
         receipts.recorded_at: clock.stamp(),
         receipts.ids: ids,
+        receipts.input_fingerprint: input_fingerprint(),
     }
     insert, named = from_held(receipts, asked, values)
     excluded = insert.excluded
@@ -308,15 +311,16 @@ class Waits:
             return succeeded
         return None if row.id is None else Sent(row.id, row.payload)
 
-    def take(self, lease: Lease, key: str, sent: Sent) -> Receipt | None:
+    def take(self, lease: Lease, key: str, sent: Sent, given: str | None) -> Receipt | None:
         """Take a signal as it was read, with a receipt, in one statement.
 
+        :param given: the fingerprint of what the step waits for, to be recorded.
         :return: None where it is not to be had any more, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is taken.
         :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is taken.
         """
         values = {"step": key, "effect": Effect.SIGNAL.value, "id": sent.id, "payload": sent.payload}
-        parameters = self.store.parameters(lease, **values)
+        parameters = self.store.parameters(lease, **values, input_fingerprint=given)
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._takes.first(connection, parameters))
         )
@@ -324,7 +328,8 @@ class Waits:
         if row.recorded_at is None:
             return None
         payload = parsed(sent.payload)
-        return Receipt(key, StepOutcome.SUCCEEDED, payload, None, Effect.SIGNAL, lease.fence, row.recorded_at)
+        ended = StepOutcome.SUCCEEDED, payload, None
+        return Receipt(key, *ended, Effect.SIGNAL, lease.fence, row.recorded_at, input_fingerprint=given)
 
     def read(self, connection: Connection, lease: Lease, name: str) -> tuple[int, Any] | None:
         """Read the oldest signal of a name in a step's transaction: its id and payload."""
@@ -335,20 +340,23 @@ class Waits:
         """Take a signal in a step's transaction, with the reply to it."""
         self._answers.first(connection, self.store.parameters(lease, step=key, id=signal, result=reply))
 
-    def fail(self, lease: Lease, key: str, signal: int, failure: Failure) -> Receipt | None:
+    def fail(self, lease: Lease, key: str, signal: int, failure: Failure, given: str | None) -> Receipt | None:
         """Record that what was called to answer a signal has failed; None where the step has its receipt already.
 
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
-        parameters = {**self._failed(lease, key, failure), **arguments(id=signal)}
+        parameters = {**self._failed(lease, key, failure, given), **arguments(id=signal)}
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._fails.first(connection, parameters))
         )
-        return None if row.recorded_at is None else _failure(lease, key, failure, row.recorded_at)
+        return None if row.recorded_at is None else _failure(lease, key, failure, given, row.recorded_at)
 
-    def park(self, lease: Lease, key: str, name: str, timeout: timedelta | None) -> Parked | Receipt | None:
+    def park(
+        self, lease: Lease, key: str, name: str, timeout: timedelta | None, given: str | None
+    ) -> Parked | Receipt | None:
         """Hand the run back to wait for a signal.
 
+        :param given: as for :meth:`take`.
         :return: what the run is now; or the receipt that says that the time to wait is over; or None where there is a
          signal after all, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is written.
@@ -356,23 +364,26 @@ class Waits:
         """
 
         def work(_: object, connection: Connection) -> Parked | Receipt | None:
-            parameters = {**self._looking(lease, key, name), **arguments(timeout=timeout)}
+            parameters = {**self._looking(lease, key, name), **arguments(timeout=timeout, input_fingerprint=given)}
             self.store.held(connection, lease, lambda connection: self._locks.first(connection, parameters))
             seen: AnyRow = self._looks.first(connection, parameters)
             self._refuse_stopped(lease, seen)
             if seen.id is not None or _succeeded(seen.outcome):
                 return None
             if seen.overdue:
-                return self._time_out(connection, lease, key, name)
+                return self._time_out(connection, lease, key, name, given)
             row: AnyRow = connection.execute(self._parks, {**parameters, **self._key(lease)}).one()
             return Parked(row._mapping, row._mapping[self.store.runs.available_at])
 
         # A snapshot of the whole transaction would be from before the wait for the senders.
         return self.store.execute(work, isolation=_READ_COMMITTED)
 
-    def sleep(self, lease: Lease, key: str, duration: timedelta | datetime) -> Parked | Receipt | None:
+    def sleep(
+        self, lease: Lease, key: str, duration: timedelta | datetime, given: str | None
+    ) -> Parked | Receipt | None:
         """Hand the run back until an instant; where that has passed, record it.
 
+        :param given: the fingerprint of the step's input, to be recorded.
         :return: what the run is now; or the receipt that says that it has passed; or None where there is one already.
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is written.
@@ -386,6 +397,7 @@ class Waits:
                 effect=Effect.SLEEP.value,
                 until=duration if at else None,
                 duration=None if at else duration,
+                input_fingerprint=given,
             ),
         }
         statement, columns = self._sleeps
@@ -395,20 +407,21 @@ class Waits:
             return None
         if row.outcome == StepOutcome.PENDING.value:
             return Parked(dict(zip(columns, row[-len(columns) :], strict=True)), row.until)
-        return Receipt(key, StepOutcome.SUCCEEDED, None, None, Effect.SLEEP, lease.fence, row.recorded_at)
+        ended = StepOutcome.SUCCEEDED, None, None
+        return Receipt(key, *ended, Effect.SLEEP, lease.fence, row.recorded_at, input_fingerprint=given)
 
     # the parts
 
     def _looking(self, lease: Lease, key: str, name: str) -> dict[str, Any]:
         return self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
 
-    def _time_out(self, connection: Connection, lease: Lease, key: str, name: str) -> Receipt:
+    def _time_out(self, connection: Connection, lease: Lease, key: str, name: str, given: str | None) -> Receipt:
         run = f"{self.store.runs.entity.__name__} {lease.identity!r}"
         failure = Failure.of(SignalTimeout(f"{run}: no signal {name!r} came within the timeout of its wait.", key))
-        row: AnyRow = self._times_out.first(connection, self._failed(lease, key, failure))
-        return _failure(lease, key, failure, row.recorded_at)
+        row: AnyRow = self._times_out.first(connection, self._failed(lease, key, failure, given))
+        return _failure(lease, key, failure, given, row.recorded_at)
 
-    def _failed(self, lease: Lease, key: str, failure: Failure) -> dict[str, Any]:
+    def _failed(self, lease: Lease, key: str, failure: Failure, given: str | None) -> dict[str, Any]:
         return self.store.parameters(
             lease,
             step=key,
@@ -416,7 +429,7 @@ class Waits:
             outcome=StepOutcome.FAILED.value,
             result=None,
             error=json.dumps(failure.to_json()),
-            input_fingerprint=None,
+            input_fingerprint=given,
         )
 
     def _refuse_stopped(self, lease: Lease, row: AnyRow) -> None:
@@ -470,8 +483,9 @@ class Waits:
         return sleeps(self.store.runs, self.store.receipts)
 
 
-def _failure(lease: Lease, key: str, failure: Failure, at: datetime) -> Receipt:
-    return Receipt(key, StepOutcome.FAILED, None, failure, Effect.SIGNAL, lease.fence, at)
+def _failure(lease: Lease, key: str, failure: Failure, given: str | None, at: datetime) -> Receipt:
+    ended = StepOutcome.FAILED, None, failure
+    return Receipt(key, *ended, Effect.SIGNAL, lease.fence, at, input_fingerprint=given)
 
 
 def _succeeded(outcome: str | None) -> StepOutcome | None:

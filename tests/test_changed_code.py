@@ -27,6 +27,8 @@ from sqla_durable import (
     RunFailed,
     RunInputMismatch,
     Runs,
+    SignalTimeout,
+    StepOutcome,
     StepReused,
     StepUnreached,
     Suspended,
@@ -583,3 +585,182 @@ def lapse_all(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         for ident in session.scalars(select(DurableRun.id).where(DurableRun.status == FunctionStatus.RUNNING)):
             lapse(session, DurableRun, ident)
+
+
+# waits and sleeps
+
+
+def wait_for(name: str, type_: Any = int, **options: Any) -> Any:
+    return lambda run: run.wait(name, type_, **options)
+
+
+def answer_to(name: str, **options: Any) -> Any:
+    return lambda run: run.answer(name, double, **options)
+
+
+def double(session: Any, number: int) -> int:
+    return 2 * number
+
+
+def sleep_for(key: str, duration: timedelta = timedelta(hours=1)) -> Any:
+    return lambda run: run.sleep(key, duration)
+
+
+WAITS: dict[str, Any] = {"wait": wait_for("paid"), "answer": answer_to("paid"), "sleep": sleep_for("paid")}
+
+
+def waiting(version: Version, body: Any) -> Any:
+    """Start a run that waits, and carry it out once."""
+    version.function("job", body)
+    handle = version.start("job")
+    assert version.execute(handle).ending is Ending.SUSPENDED
+    return handle
+
+
+def waited(version: Version, kind: str) -> Any:
+    """The same, with what it waits for there, and a crash afterwards."""
+    body = sleep_for("paid", timedelta(0)) if kind == "sleep" else WAITS[kind]
+    version.function("job", lambda run: [body(run), crash()])
+    handle = version.start("job")
+    if kind != "sleep":
+        version.signal(handle, "paid", 1)
+    assert version.execute(handle).ending is Ending.INTERRUPTED
+    assert [receipt.outcome for receipt in version.functions.steps(handle)] == [StepOutcome.SUCCEEDED]
+    return handle
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_wait_or_sleep_that_was_taken_out_is_missed(old_and_new: Versions, kind: str, begin: Any) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    new.function("job", lambda run: run.step("two", write, "second"))
+    outcome = new.execute(handle, run_now=True)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, StepUnreached)
+    assert "step 'paid' has a receipt and was not reached" in str(outcome.exception)
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", WAITS)
+def test_one_that_was_taken_out_on_purpose_is_let_be(old_and_new: Versions, kind: str, begin: Any) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    new.function("job", lambda run: None, on_mismatch=OnMismatch.KEEP)
+    assert new.execute(handle, run_now=True).status is FunctionStatus.DONE
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", ["wait", "answer"])
+@pytest.mark.parametrize("policy", OnMismatch)
+def test_a_signal_of_another_name_is_another_input(
+    old_and_new: Versions, kind: str, policy: OnMismatch, begin: Any
+) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    body = {"wait": wait_for, "answer": answer_to}[kind]("settled", key="paid")
+    new.function("job", body, on_mismatch=policy)
+    outcome = new.execute(handle, run_now=True)
+    if policy is OnMismatch.FAIL:
+        assert isinstance(outcome.exception, InputMismatch)
+        assert outcome.status is FunctionStatus.FAILED
+    elif policy is OnMismatch.PARK:
+        assert outcome.ending is Ending.SUSPENDED
+        assert "another input" in new.row(handle).error["message"]
+    elif begin is waited:
+        assert outcome.status is FunctionStatus.DONE
+    else:
+        assert new.row(handle).waits_for == "settled"
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+def test_a_wait_that_has_become_an_answer_is_another_input(old_and_new: Versions, begin: Any) -> None:
+    """What the one records is the payload, and the other the reply."""
+    old, new = old_and_new
+    handle = begin(old, "wait" if begin is waited else WAITS["wait"])
+    new.function("job", answer_to("paid"))
+    assert isinstance(new.execute(handle, run_now=True).exception, InputMismatch)
+
+
+def test_a_payload_that_does_not_decode_as_what_is_waited_for_now_fails_the_run(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    handle = waited(old, "wait")
+    new.function("job", wait_for("paid", list[str]))
+    assert isinstance(new.execute(handle).exception, ResultMismatch)
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize(
+    ("kind", "renamed"),
+    [
+        ("wait", wait_for("payment")),
+        ("wait", wait_for("paid", key="payment")),
+        ("answer", answer_to("payment")),
+        ("sleep", sleep_for("payment")),
+    ],
+    ids=["signal", "key", "answer", "sleep"],
+)
+def test_a_renamed_wait_or_sleep_goes_on_from_its_receipt(
+    old_and_new: Versions, kind: str, renamed: Any, begin: Any
+) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    (before,) = old.functions.steps(handle)
+    new.function("job", renamed, aliases={"payment": "paid"})
+    outcome = new.execute(handle, run_now=True)
+    assert (outcome.status is FunctionStatus.DONE) == (begin is waited), outcome
+    (after,) = new.functions.steps(handle)
+    assert (after.step, after.input_fingerprint, after.ids) == ("paid", before.input_fingerprint, before.ids)
+    assert before.input_fingerprint is not None
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_one_whose_time_has_changed_needs_nothing(old_and_new: Versions, kind: str) -> None:
+    """The instant of the first attempt stands."""
+    old, new = old_and_new
+    bodies = {
+        "wait": lambda hours: wait_for("paid", timeout=timedelta(hours=hours)),
+        "answer": lambda hours: answer_to("paid", timeout=timedelta(hours=hours)),
+        "sleep": lambda hours: sleep_for("paid", timedelta(hours=hours)),
+    }
+    handle = waiting(old, bodies[kind](1))
+    (before,) = old.functions.steps(handle)
+    new.function("job", bodies[kind](2))
+    assert new.execute(handle, run_now=True).ending is Ending.SUSPENDED
+    (after,) = new.functions.steps(handle)
+    assert after.ids == before.ids
+
+
+def test_a_wait_that_timed_out_and_was_taken_out_is_missed(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def body(run: Any) -> None:
+        with pytest.raises(SignalTimeout):
+            run.wait("paid", int, timeout=timedelta(0))
+        crash()
+
+    old.function("job", body)
+    handle = old.start("job")
+    assert old.execute(handle).ending is Ending.SUSPENDED
+    assert old.execute(handle).ending is Ending.INTERRUPTED
+    new.function("job", lambda run: None)
+    assert isinstance(new.execute(handle).exception, StepUnreached)
+
+
+def test_an_answer_that_failed_and_was_taken_out_is_missed(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def refuse(session: Any, number: int) -> int:
+        raise ZeroDivisionError
+
+    def body(run: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            run.answer("paid", refuse)
+        crash()
+
+    old.function("job", body)
+    handle = old.start("job")
+    old.signal(handle, "paid", 1)
+    assert old.execute(handle).ending is Ending.INTERRUPTED
+    new.function("job", lambda run: None)
+    assert isinstance(new.execute(handle).exception, StepUnreached)

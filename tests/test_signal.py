@@ -204,7 +204,9 @@ def test_a_sender_that_comes_while_a_run_is_parked_waits_for_that_and_wakes_it(
     waits, lease = run.holder.steps.waits, run.lease
     with orders.session_factory.begin() as session:
         connection = session.connection()
-        parameters = waits.store.parameters(lease, step="paid", name="paid", effect="signal", timeout=None)
+        parameters = waits.store.parameters(
+            lease, step="paid", name="paid", effect="signal", timeout=None, input_fingerprint=None
+        )
         assert waits._locks.first(connection, parameters) is not None
         sending = blocked(engine, lambda: send(orders, ident, "paid", 7))
         assert waits._looks.first(connection, parameters).id is None
