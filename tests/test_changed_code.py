@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
 
 import pytest
+from pydantic import BaseModel, Field
 from sqlalchemy import Engine, func, orm, select
 from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, sessionmaker
 
@@ -34,7 +35,7 @@ from sqla_durable import (
     Suspended,
     call,
 )
-from sqla_durable.fingerprint import of_call
+from sqla_durable.fingerprint import fingerprint, of_call
 from sqla_durable.testing import lapse
 from tests.support import Plan, PlanStep, approved_plan
 from tests.support_functions import DurableRun, Entry, Order, labels, tables
@@ -245,6 +246,74 @@ def test_a_fingerprint_uses_up_no_iterator() -> None:
     given = iter([1, 2])
     of_call(print, (given,), {})
     assert list(given) == [1, 2]
+
+
+class OldParcel(BaseModel):
+    weight: int
+
+
+class NewParcel(BaseModel):
+    weight: int
+    fragile: bool = False
+    labels: list[str] = Field(default_factory=list)
+
+
+@dataclass
+class OldBox:
+    weight: int
+
+
+@dataclass
+class NewBox:
+    weight: int
+    fragile: bool = False
+    labels: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(("old", "new"), [(OldParcel, NewParcel), (OldBox, NewBox)], ids=["model", "dataclass"])
+def test_a_field_that_is_added_with_a_default_is_no_other_input(engine: Engine, old: Any, new: Any) -> None:
+    def step(version: Any, **given: Any) -> Any:
+        return lambda run: [run.external("one", lambda box: None, version(weight=1, **given)), crash()]
+
+    tables(engine)
+    with versions("sync", engine.url.render_as_string(hide_password=False), 3) as (before, after, other):
+        handle = left_half_way(before, step(old))
+        after.function("job", step(new))
+        assert isinstance(after.execute(handle).exception, RetryableError), "the crash, and no mismatch"
+        other.function("job", step(new, fragile=True))
+        assert isinstance(other.execute(handle).exception, InputMismatch)
+    values = {"input": old(weight=1)}, {"input": new(weight=1)}, {"input": new(weight=1, labels=["a"])}
+    first, same, different = map(fingerprint, values)
+    assert first == same != different, "likewise for what a run is started with under a key"
+
+
+# another way after a failure
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_follows_a_failure_is_neither_compared_nor_missed(old_and_new: Versions, again: bool) -> None:
+    """The failure is not final, so another attempt may meet another one, or none."""
+    old, _ = old_and_new
+    left = ["the first", "the second"] if again else ["the first"]
+
+    def ask() -> str:
+        if left:
+            raise RetryableError(left.pop(0))
+        return "answered"
+
+    def body(run: Any) -> None:
+        try:
+            run.external("ask", ask)
+        except RetryableError as error:
+            run.external("make do", lambda reason: reason, str(error))
+            if run.lease.attempt == 1:
+                crash()
+
+    handle = left_half_way(old, body)
+    assert old.functions.steps(handle)[0].input_fingerprint is None
+    outcome = old.execute(handle)
+    assert (outcome.status, outcome.exception) == (FunctionStatus.DONE, None)
+    assert set(old.steps(handle)) == ({"make do"} if again else {"ask", "make do"})
 
 
 # a result, an input of the whole run

@@ -377,6 +377,22 @@ def test_a_requeued_run_waits_anew(orders: Runs[Order], ident: Any, engine: Engi
     assert not of_order(engine, ident).due
 
 
+@pytest.mark.parametrize("verb", ["requeue", "requeue_all"])
+def test_a_run_that_is_requeued_while_its_time_runs_waits_anew(
+    orders: Runs[Order], ident: Any, engine: Engine, verb: str
+) -> None:
+    """It was cancelled while it waited; the time that was left of that wait is over by then."""
+    orders.execute(ident, wait_an_hour)
+    pass_time(orders, ident)
+    with orders.session_factory.begin() as session:
+        assert orders.request_cancel(session, ident)
+    assert of_order(engine, ident).status is PlanStatus.CANCELLED
+    assert orders.requeue(ident) if verb == "requeue" else orders.requeue_all(everything=True) == 1
+    assert orders.receipts(ident) == ()
+    assert orders.execute(ident, wait_an_hour).ending is Ending.SUSPENDED
+    assert not of_order(engine, ident).due
+
+
 # --- cancelling
 
 
