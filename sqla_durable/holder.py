@@ -242,9 +242,11 @@ class Holder(Generic[RunT]):
                 self._used.add(name)
                 return value
             if known is not None:
-                self._refuse_other_kind(known, effect)
+                self._refuse_other(known, effect, given)
             self.refuse_lost()
             fingerprint = self.fingerprint(given)  # the body may change what it is given
+            if fingerprint is None and known is not None:
+                fingerprint = known.input_fingerprint
             recorded = self._tried(name, effect, lambda: live(name, fingerprint), fingerprint, record_failure)
         self.succeeded(recorded.receipt, recorded.stop)
         return recorded.value
@@ -302,9 +304,9 @@ class Holder(Generic[RunT]):
     def _failure_of_step(self, effect: Effect, given: str | None, name: str, failure: Failure) -> Receipt:
         return self.steps.record(self.lease, name, effect, failure=failure, given=given).receipt
 
-    def _refuse_other_kind(self, known: Receipt, effect: Effect) -> None:
+    def _refuse_other(self, known: Receipt, effect: Effect, given: Given | None) -> None:
         try:
-            refuse_other_kind(known, effect)
+            self.compare(known, effect, given)
         except ReceiptMismatch as error:
             self.mismatched(error)
 

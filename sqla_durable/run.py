@@ -114,10 +114,12 @@ class RunMixin(LeaseMixin, TransitionHook):
         return _notices[cls]
 
     @classmethod
-    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> Mapping[str, Any]:
         frozen.refuse(cls, cls.__lifecycle__, values, sources)
         if cls.__lifecycle__.expired is not None:
             expiry.refuse_naive(values.get("expires_at"))
+        ours = {"available_at"} if cls.__lifecycle__.expired is None else {"available_at", "expires_at"}
+        return {name: clock.within(value) if name in ours else value for name, value in values.items()}
 
     @classmethod
     def __rows__(cls) -> RunRows[Any]:
@@ -300,9 +302,14 @@ def _configure(mapper: Mapper[Any]) -> None:
     _refuse_moving_group(rows)
     rows.lifecycle.machine.serves(cls)
     event.listen(cls, "before_update", _keep_lease, propagate=True)
+    event.listen(cls.available_at, "set", _within, propagate=True, retval=True)
     frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
     set_fillfactor(rows.table, _FILLFACTOR)
+
+
+def _within(_: object, value: object, *__: object) -> object:
+    return clock.within(value)
 
 
 def _refuse_other_types(rows: RunRows[Any]) -> None:

@@ -209,7 +209,7 @@ def scheduled(values: Mapping[str, Any], when: Collection[str]) -> dict[str, Any
 
 
 def _instant(value: Any) -> Any:
-    return clock.stamp() + clock.interval(value) if isinstance(value, timedelta) else value
+    return clock.ahead(value) if isinstance(value, timedelta) else clock.within(value)
 
 
 def refuse(runs: RunRows[Any], key: object, values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from sqla_durable.run import RunMixin, RunRows, RunT
 from sqla_durable.signal import SignalMixin, SignalRows
 from sqla_durable.sqlstate import retry_outages
 from sqla_durable.stop import Stop, reasons
+from sqla_durable.waits_for import WaitMixin
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -72,9 +73,10 @@ class Store(Ground, Generic[RunT]):
         """
         if self._signals is None:
             run = self.runs.entity.__name__
+            mixin = "" if issubclass(self.runs.entity, WaitMixin) else f"add WaitMixin to {run}, "
             raise ConfigurationError(
-                f"{run} has no table for signals: declare class {run}Signal(SignalMixin[{run}], Base), with WaitMixin "
-                f"on {run}, and pass it as signals={run}Signal."
+                f"{run} has no table for signals: {mixin}declare class {run}Signal(SignalMixin[{run}], Base), and pass "
+                f"it as signals={run}Signal."
             )
         return self._signals
 

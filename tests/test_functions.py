@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -11,7 +12,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from pydantic import BaseModel
-from sqlalchemy import Engine, MetaData, text
+from sqlalchemy import Engine, MetaData, select, text
 from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, scoped_session, sessionmaker
 
 from sqla_durable import (
@@ -37,7 +38,7 @@ from sqla_durable import (
     UpdateTimeout,
     UsageError,
 )
-from tests.support import Plan, PlanStep
+from tests.support import DEADLINE, Background, Plan, PlanStep, wait_until_blocked
 from tests.support_functions import DurableRun, DurableStep, Order, Shipment, labels, made, runs, ship, tables, work
 
 
@@ -65,6 +66,29 @@ def test_a_worker_carries_it_out_and_the_result_comes_back_as_it_was_returned(
     work(functions)
     assert functions.result(handle) == Shipment(code="s-1")
     assert labels(engine) == ["ship 1"]
+
+
+def test_the_result_is_there_too_where_the_landing_had_to_wait_for_the_row(
+    functions: Functions[DurableRun], engine: Engine
+) -> None:
+    """Whoever has it locked is not passed by in the end: the run is landed by a statement that waits."""
+    locked, go = threading.Event(), threading.Event()
+
+    @functions.function("waits for its row")
+    def count(run: FunctionRun) -> int:
+        locked.set()
+        assert go.wait(DEADLINE)
+        return 7
+
+    handle = started(functions, count)
+    executing = Background(lambda: functions.execute(handle))
+    assert locked.wait(DEADLINE)
+    with engine.begin() as connection:
+        connection.execute(select(DurableRun.id).where(DurableRun.id == handle.id).with_for_update())
+        go.set()
+        wait_until_blocked(engine)
+    assert executing.result().status is FunctionStatus.DONE
+    assert functions.result(handle) == 7
 
 
 def test_the_decorated_function_stays_what_it_was(functions: Functions[DurableRun]) -> None:

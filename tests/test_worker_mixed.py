@@ -20,6 +20,7 @@ from sqla_durable import ConfigurationError, DurableError, Ending, Functions, Ru
 from sqla_durable.asyncio import AsyncFunctions, AsyncRun, AsyncRuns, AsyncWorker
 from sqla_durable.asyncio import worker as async_worker
 from sqla_durable.claims import Claims
+from sqla_durable.room import Room, Wake
 from tests.support import (
     DEADLINE,
     Background,
@@ -78,7 +79,7 @@ class Gauge:
         if in_thread(run):
             time.sleep(0.02)
         else:
-            run.wait(asyncio.sleep(0.02))
+            run.awaits(asyncio.sleep(0.02))
         with self._lock:
             self._now -= 1
 
@@ -113,7 +114,7 @@ def test_one_form_has_every_slot_where_the_other_has_nothing_to_do(
         if in_thread(run):
             all_at_once.wait()
         else:
-            run.wait(asyncio.to_thread(all_at_once.wait))
+            run.awaits(asyncio.to_thread(all_at_once.wait))
         wait_for(go, run)
 
     with working(MIXED, engine, patients_by(carry_out), plans_by(carry_out), concurrency=4):
@@ -256,7 +257,23 @@ def test_a_claim_for_threads_that_waits_for_the_database_does_not_block_the_loop
     assert Background(lambda: asyncio.run(main())).result() < 0.3
 
 
-def test_notifications_of_either_engine_wake_it_up(engine: Engine, session_factory: sessionmaker[Session]) -> None:
+def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How often each form has looked for what is due, by whether it is the asyncio form."""
+    looks: Counter[bool] = Counter()
+    due = Claims.due
+
+    def counting(claims: Claims[Any], limit: int) -> Any:
+        found = due(claims, limit)
+        looks[claims.store.sessions.is_async] += 1
+        return found
+
+    monkeypatch.setattr(Claims, "due", counting)
+    return looks
+
+
+def test_notifications_of_either_engine_wake_it_up(
+    engine: Engine, session_factory: sessionmaker[Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_jobs(engine, Patient, 0)
     query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^LISTEN'")
 
@@ -268,10 +285,11 @@ def test_notifications_of_either_engine_wake_it_up(engine: Engine, session_facto
         with engine.begin() as connection:
             connection.execute(text("SELECT pg_notify('sqla_durable', :table)"), {"table": table})
 
+    looks = counted_looks(monkeypatch)
     handler = patients_by(lambda run: None), plans_by(lambda run: None)
     with working(MIXED, engine, *handler, listen=True, poll=HOUR):
         eventually(lambda: listeners() == 2, "a listener for each engine")
-        time.sleep(0.2)  # each looks once more, right after it began to listen
+        eventually(lambda: all(looks[is_async] >= 2 for is_async in (False, True)), "the look after that for each form")
         add_jobs(engine, Patient, 1)
         notify("patient")
         eventually(done(engine, threads=1, tasks=0), "the run in a thread")
@@ -449,7 +467,7 @@ def stuck(go: threading.Event) -> tuple[Callable[[Any], None], threading.Semapho
 
 
 def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
-    engine: Engine, session_factory: sessionmaker[Session]
+    engine: Engine, session_factory: sessionmaker[Session], caplog: pytest.LogCaptureFixture
 ) -> None:
     add_jobs(engine, Patient, 2)
     for _ in range(2):
@@ -460,10 +478,11 @@ def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
     background = Background(crew.run)
     for _ in range(4):
         assert under_way.acquire(timeout=DEADLINE)
-    crew.stop()
+    with caplog.at_level(logging.INFO, "sqla_durable.worker"):
+        crew.stop()
+        eventually(lambda: caplog.messages.count("draining: 2 run(s) under way") == 2, "both forms to claim no more")
     add_jobs(engine, Patient, 1)
     later = approved_plan(session_factory)
-    time.sleep(0.2)  # in which it would have polled
     assert background.is_alive()
     go.set()
     background.result()
@@ -621,10 +640,37 @@ def told(run: Any) -> Callable[[], None]:
 HEARTBEATS: dict[Any, Any] = {}
 
 
+def noted_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many slots a worker has found free, each time it looked."""
+    found: list[int] = []
+    free = Room.free
+
+    def noting(room: Room, share: Any) -> int:
+        found.append(free(room, share))
+        return found[-1]
+
+    monkeypatch.setattr(Room, "free", noting)
+    return found
+
+
+def look_again(worker: Any, found: list[int]) -> None:
+    """Wake a worker that waits for a free slot, and return when it has looked at what is free since."""
+    for _ in range(2):  # the first may have been under way
+        before = len(found)
+        for share in worker._room._shares:
+            share.wake(Wake.DUE)
+        eventually(lambda before=before: len(found) > before, "another look")
+
+
 @pytest.mark.parametrize("kind", [Worker, AsyncWorker])
 def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
-    engine: Engine, session_factory: sessionmaker[Session], kind: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    session_factory: sessionmaker[Session],
+    kind: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    free = noted_slots(monkeypatch)
     blocked = approved_plan(session_factory, note="blocks")
     blocking: list[Run[Plan]] = []
     go, returned = threading.Event(), threading.Event()
@@ -649,11 +695,14 @@ def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
     background = Background(worker.run if kind is Worker else lambda: asyncio.run(worker.run()))
     eventually(lambda: blocking, "the blocked handler")
     others = [approved_plan(session_factory) for _ in range(3)]
-    time.sleep(0.2)
+    free.clear()
+    look_again(worker, free)
+    assert set(free) == {0}, "there is no slot for them"
     assert {column(engine, ident, "attempts") for ident in others} == {0}, "there is no slot for them"
 
     told(blocking[0])()  # the lease is lost, or the run is to be cancelled: it may still write how it ended
-    time.sleep(0.2)
+    look_again(worker, free)
+    assert set(free) == {0}, "that does not end the handler"
     assert {column(engine, ident, "attempts") for ident in others} == {0}, "that does not end the handler"
 
     with caplog.at_level(logging.INFO, "sqla_durable.worker"):

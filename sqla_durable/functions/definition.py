@@ -21,7 +21,7 @@ from sqla_durable.exc import (
 from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, require_concurrency
 from sqla_durable.functions.model import NAME_LENGTH
 from sqla_durable.holder import stored_key
-from sqla_durable.retry import Retry
+from sqla_durable.retry import LONGEST, Retry
 from sqla_durable.stepping import is_coroutine_function
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -136,8 +136,10 @@ class Registry:
             raise ConfigurationError(
                 f"function {name!r}: {body!r} is declared as {other.name!r} already; a function has one name."
             )
-        if max_duration is not None and max_duration <= timedelta(0):
-            raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
+        if max_duration is not None and not timedelta(0) < max_duration <= LONGEST:
+            raise ConfigurationError(
+                f"function {name!r}: max_duration={max_duration}: more than 0 and up to {LONGEST.days} days, or None."
+            )
         limits = limits_of(name, concurrency, concurrency_per_tenant, rate)
         takes = _inputs(name, body)
         self._refuse_other_form(name, body)
