@@ -19,7 +19,7 @@ from sqla_durable.exc import RetryableError, RunInFlight, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out, finished
 from sqla_durable.failure import Failure
 from sqla_durable.heartbeat import Heartbeat
-from sqla_durable.holder import Holder, stored_key
+from sqla_durable.holder import Holder
 from sqla_durable.in_flight import occupied, refusing_occupied, rival
 from sqla_durable.lease import Lease
 from sqla_durable.listing import RunSummary
@@ -30,6 +30,7 @@ from sqla_durable.run import RunT
 from sqla_durable.sending import Sending
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
+from sqla_durable.step_key import stored_key
 from sqla_durable.store import Store
 
 

@@ -17,12 +17,13 @@ from sqla_durable import clock
 from sqla_durable.codec import Codec, codec_of
 from sqla_durable.exc import ReceiptMismatch, SignalMismatch, UsageError
 from sqla_durable.failure import Failure
-from sqla_durable.holder import Given, Holder, stored_key
+from sqla_durable.holder import Given, Holder
 from sqla_durable.policy import clamped
 from sqla_durable.receipt import Effect, Receipt, StepOutcome, parsed
 from sqla_durable.retry import LONGEST
 from sqla_durable.signal import signal_name
 from sqla_durable.step import Beside, Recorded, replayed
+from sqla_durable.step_key import stored_key
 from sqla_durable.storable import why
 
 PayloadT = TypeVar("PayloadT")

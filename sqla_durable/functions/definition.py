@@ -20,8 +20,8 @@ from sqla_durable.exc import (
 )
 from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, require_concurrency
 from sqla_durable.functions.model import NAME_LENGTH
-from sqla_durable.holder import stored_key
 from sqla_durable.retry import LONGEST, Retry
+from sqla_durable.step_key import stored_key
 from sqla_durable.stepping import is_coroutine_function
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -40,12 +40,13 @@ from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
 from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
 from sqla_durable.ground import Sessions
-from sqla_durable.holder import Holder, stored_key
+from sqla_durable.holder import Holder
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
 from sqla_durable.rows import AnyRow, Ident, bound
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import refuse_instant, refuse_key
+from sqla_durable.step_key import stored_key
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
@@ -204,7 +205,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         row = holder.row
         definition = self.registry.of(row.function)
         if definition.retry is not None:
-            holder.retry = definition.retry
+            holder.raised.retry = definition.retry
         holder.changes = definition.changes
         try:
             return definition, definition.arguments(self._input(holder, row))
