@@ -289,15 +289,11 @@ def test_notifications_of_either_engine_wake_it_up(
     handler = patients_by(lambda run: None), plans_by(lambda run: None)
     with working(MIXED, engine, *handler, listen=True, poll=HOUR):
         eventually(lambda: listeners() == 2, "a listener for each engine")
-<<<<<<< HEAD
-        eventually(lambda: all(looks[is_async] for is_async in (False, True)), "a look for each form")
-=======
         # So that it is not found by the look right after it began to listen.
         before = looks.copy()
         notify("patient")
         notify("plan")
         eventually(lambda: all(looks[form] > before[form] for form in (False, True)), "another look for each form")
->>>>>>> waits
         add_jobs(engine, Patient, 1)
         notify("patient")
         eventually(done(engine, threads=1, tasks=0), "the run in a thread")
