@@ -49,6 +49,7 @@ PUBLIC_NAMES = {
     "Coroutine": "collections.abc.Coroutine",
     "Awaitable": "collections.abc.Awaitable",
     "Any": "typing.Any",
+    "AsyncFunctions": "sqla_durable.asyncio.AsyncFunctions",
     "StrEnum": "enum.StrEnum",
     "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
     "sessionmaker": "sqlalchemy.orm.sessionmaker",

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, or_, select
 from sqlalchemy.orm import Session
 
 from sqla_durable import clock, purge, reap, receipt
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.exc import UsageError
 from sqla_durable.in_flight import refusing_occupied
 from sqla_durable.listing import ago, statuses
@@ -61,7 +61,7 @@ class Bulk:
 
         return _in_batches(batch, limit, _BATCH)
 
-    def cancel(self, session: Session, limit: int | None, conditions: Mapping[str, Any], *, everything: bool) -> int:
+    def cancel(self, session: AnySession, limit: int | None, conditions: Mapping[str, Any], *, everything: bool) -> int:
         """See :meth:`.Runs.cancel_all`."""
         if self._runs.lifecycle.cancelled is None:
             raise UsageError(f"{self._runs.entity.__name__} cannot be cancelled; name Lifecycle(cancelled=...).")

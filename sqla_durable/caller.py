@@ -9,8 +9,11 @@ from sqlalchemy.orm import Session, scoped_session
 
 from sqla_durable.exc import ConfigurationError
 
+AnySession = Session | scoped_session[Any]
+"""What a caller may give: a session, or the proxy that stands for the one of this thread."""
 
-def unproxied(session: Session | scoped_session[Any]) -> Session:
+
+def unproxied(session: AnySession) -> Session:
     """Return the session behind a :class:`~sqlalchemy.orm.scoped_session`."""
     return cast(Session, session()) if isinstance(session, scoped_session) else session
 

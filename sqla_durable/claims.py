@@ -15,7 +15,7 @@ from sqlalchemy import Column, Connection
 from sqlalchemy.orm import Session
 
 from sqla_durable import claim, reap
-from sqla_durable.exc import RetryableError, UsageError
+from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
 from sqla_durable.holder import Holder
 from sqla_durable.landing import Landings
 from sqla_durable.lease import Lease
@@ -68,6 +68,17 @@ class Claims(Generic[RunT]):
         """The isolation level that a claim by key needs; None for the engine's."""
         return None
 
+    def check(self) -> None:
+        """Refuse runs that something else claims.
+
+        :raises ConfigurationError: naming it.
+        """
+        if self.runs.claimed_by is not None:
+            raise ConfigurationError(
+                f"{self.runs.entity.__name__} holds the runs of functions, and Runs knows neither those nor their "
+                f"limits; carry them out by {self.runs.claimed_by}. Runs may read, reap, requeue and cancel them."
+            )
+
     def terms(self) -> dict[str, Any]:
         """What a claim is executed with, besides a key."""
         return arguments(owner=self.owner)
@@ -79,6 +90,7 @@ class Claims(Generic[RunT]):
 
         :param otherwise: called in the same transaction where the run cannot be claimed.
         """
+        self.check()
 
         def work(session: Session, connection: Connection) -> Holder[RunT] | OtherT:
             key = self.runs.parameters(identity)
@@ -94,6 +106,7 @@ class Claims(Generic[RunT]):
 
     def due(self, limit: int) -> list[Holder[RunT]]:
         """Claim up to ``limit`` due runs; see :meth:`.Runs.claim_due`."""
+        self.check()
         if not self._loading.plain:
             return self.store.execute(partial(self._claim_in_transaction, limit))
         sent = time.monotonic()

@@ -11,12 +11,17 @@ Tests move a run's times rather than the clock: see :mod:`sqla_durable.testing`.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, DateTime, Float, Interval, cast, func, literal
 
-from sqla_durable.retry import Retry
+from sqla_durable.retry import LONGEST, Retry
+
+ValueT = TypeVar("ValueT")
+# A year from the ends of what Python's datetime can hold, so that no time zone makes an instant one that it cannot.
+_FIRST: Final = datetime(2, 1, 1, tzinfo=UTC)
+_LAST: Final = datetime(9999, 1, 1, tzinfo=UTC)
 
 
 def stamp() -> ColumnElement[datetime]:
@@ -27,6 +32,23 @@ def stamp() -> ColumnElement[datetime]:
 def now() -> ColumnElement[datetime]:
     """The instant to compare a row with."""
     return func.statement_timestamp(type_=DateTime(timezone=True))
+
+
+def within(value: ValueT) -> ValueT | datetime:
+    """Return an aware datetime as one that can be read back in the time zone of any session; anything else as it is.
+
+    One at the end of what Python can hold is stored, but the driver cannot load it any more, nor whatever stands beside
+    it in its row.
+    """
+    if isinstance(value, datetime) and value.utcoffset() is not None:
+        instant: datetime = value
+        return min(max(instant, _FIRST), _LAST)
+    return value
+
+
+def ahead(duration: timedelta) -> ColumnElement[datetime]:
+    """The instant to write that is so far ahead, or behind; no further than PostgreSQL can add to the present."""
+    return stamp() + interval(min(max(duration, -LONGEST), LONGEST))
 
 
 def interval(duration: timedelta) -> ColumnElement[timedelta]:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
 from sqla_durable.execution import Ending, Outcome, hand_back
 from sqla_durable.holder import Holder
+from sqla_durable.policy import clamped
 from sqla_durable.retry import Retry, require_durations
 from sqla_durable.room import Room, Share, Wake
 from sqla_durable.verbs import Verbs
@@ -39,6 +40,9 @@ class AnyWork:
 
     verbs: Verbs[Any]
     execute: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self.verbs.claims.check()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {self.verbs.runs.entity.__name__}>"
@@ -365,7 +369,7 @@ class Serving(Generic[WorkT]):
             self._room, self._stopping = None, False
 
     def _dispatcher_of(self, works: Sequence[AnyWork], slots: Slots, room: Room) -> Dispatcher:
-        return Dispatcher(works, slots, room, self._poll, self._grace)
+        return Dispatcher(works, slots, room, clamped(self._poll), clamped(self._grace))
 
     def _log_start(self) -> None:
         known: dict[str, list[str]] = {}

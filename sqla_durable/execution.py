@@ -109,7 +109,7 @@ def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
             raise holder.lost
         if error is None:
             error = _finish(holder)
-        elif (verdict := holder.judge(error)).retryable:
+        elif (verdict := holder.raised.judge(error)).retryable:
             _back_off(holder, error, verdict.delay)
         else:
             holder.fail(error, {})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Column, ColumnElement, DateTime, case, event
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
+from sqla_durable import clock
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
@@ -48,7 +49,7 @@ def configure(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) -
         return
     if not mixed_in:
         raise ConfigurationError(f"{name} names Lifecycle(expired=...), and has no expiry; add ExpiryMixin to it.")
-    event.listen(rows.entity.expires_at, "set", _refuse_naive_value, propagate=True)
+    event.listen(rows.entity.expires_at, "set", _checked, propagate=True, retval=True)
     add_index([rows.column("expires_at")], can_expire(status, lifecycle))
 
 
@@ -80,8 +81,9 @@ def refuse_naive(value: object) -> None:
         )
 
 
-def _refuse_naive_value(_: object, value: object, *__: object) -> None:
+def _checked(_: object, value: object, *__: object) -> object:
     refuse_naive(value)
+    return clock.within(value)
 
 
 def _refuse_elsewhere(mapper: Mapper[Any]) -> None:

@@ -262,7 +262,12 @@ def statuses(runs: RunRows[Any], status: StrEnum | Collection[StrEnum]) -> list[
     given: Collection[object] = [status] if isinstance(status, str) else status
     for each in given:
         if not isinstance(each, machine.statuses):
-            raise UsageError(f"{each!r} is not a status of {machine!r}; pass a member of {machine.statuses.__name__}.")
+            name = machine.statuses.__name__
+            # A plain text could be that of a status of another machine, and no checker would tell.
+            meant = [
+                f", {name}.{status.name}" for status in machine.transitions if type(each) is str and status == each
+            ]
+            raise UsageError(f"{each!r} is not a status of {machine!r}; pass a member of {name}{''.join(meant)}.")
     return [each for each in machine.transitions if each in given]
 
 

@@ -262,7 +262,7 @@ class Operation(Generic[IdsT, ResultT]):
             return
         if any(isinstance(leaf, DurableError) and not isinstance(leaf, RetryableError) for leaf in found):
             return
-        delay = holder.decide(name, error).delay
+        delay = holder.raised.decide(name, error).delay
         away = f"operation {name!r}, which could not be asked ({_said(error)})"
         holder.park(self._every if delay is None else delay, away, error)
 

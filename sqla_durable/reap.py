@@ -29,9 +29,12 @@ def heal(runs: RunRows[Any], *, skip_locked: bool) -> Update:
     return _reap(runs, runs.lock(runs.matches(), lapsed(runs), skip_locked=skip_locked))
 
 
-def reap(runs: RunRows[Any], limit: int) -> Update:
-    """Reap up to ``limit`` lapsed runs, those started first."""
-    locking = runs.lock(lapsed(runs), skip_locked=True)
+def reap(runs: RunRows[Any], limit: int, *conditions: ColumnElement[bool]) -> Update:
+    """Reap up to ``limit`` lapsed runs, those started first.
+
+    :param conditions: what else must hold for them.
+    """
+    locking = runs.lock(lapsed(runs), *conditions, skip_locked=True)
     # Not by key as well, which no index has: a sort would read all that were started at one instant.
     return _reap(runs, locking.order_by(runs.started_at).limit(at_most(limit)), "lapsed")
 
@@ -85,6 +88,7 @@ def _requeue(runs: RunRows[Any], locking: AnySelect, *, notify: bool) -> Update:
         runs.error,
         runs.started_at,
         runs.finished_at,
+        *runs.of_one_life,
     )
     changes: dict[Column[Any], Any] = {
         runs.status: runs.constant(runs.lifecycle.ready),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import datetime
 from enum import StrEnum
@@ -42,7 +42,7 @@ from sqla_durable.lease import LeaseMixin
 from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_check, add_index, add_unique_index, set_fillfactor, when_mapped
 from sqla_durable.priority import PriorityMixin
-from sqla_durable.rows import AnySelect, Rows, constant
+from sqla_durable.rows import AnySelect, Ident, Rows, constant
 from sqla_durable.status import TransitionHook, reserved_of
 from sqla_durable.waits_for import WaitMixin
 from sqla_durable.wake import notification
@@ -114,14 +114,21 @@ class RunMixin(LeaseMixin, TransitionHook):
         if to != cls.__lifecycle__.ready:
             return ()
         if cls not in _notices:
-            _notices[cls] = RunRows(cls).notices
+            _notices[cls] = cls.__rows__().notices
         return _notices[cls]
 
     @classmethod
-    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> Mapping[str, Any]:
         frozen.refuse(cls, cls.__lifecycle__, values, sources)
         if cls.__lifecycle__.expired is not None:
             expiry.refuse_naive(values.get("expires_at"))
+        ours = {"available_at"} if cls.__lifecycle__.expired is None else {"available_at", "expires_at"}
+        return {name: clock.within(value) if name in ours else value for name, value in values.items()}
+
+    @classmethod
+    def __rows__(cls) -> RunRows[Any]:
+        """Make the rows that every helper on this class, whichever it is, builds its statements from."""
+        return RunRows(cls)
 
     @classmethod
     def __until__(cls, rows: Rows[Any], sources: Collection[StrEnum], to: StrEnum) -> ColumnElement[Any] | None:
@@ -139,6 +146,8 @@ class RunRows(Rows[RunT]):
 
     started_with: Collection[str] = ()
     """The attributes of a mixin that a run is started with; on a dataclass base no parameters of the constructor."""
+    claimed_by: str | None = None
+    """What claims them, where :class:`.Runs` may not."""
 
     def __init__(self, entity: type[RunT]) -> None:
         super().__init__(entity)
@@ -167,7 +176,18 @@ class RunRows(Rows[RunT]):
         self.waits_for = self.column("waits_for") if waiting else None
         self.output: Column[Any] | None = None
         """Where a landing as done writes the result of the whole run, in rows that have one."""
+        self.of_one_life: Sequence[Column[Any]] = ()
+        """What else a requeue clears, in rows that have more of a life."""
         self.group = self.declared(self.lifecycle.one_in_flight or (), "Lifecycle(one_in_flight=...)")
+        self.tells: Callable[[], bool] = lambda: True
+        """Says whether a statement may send a notification."""
+
+    def called(self, identity: Ident, values: Mapping[str, Any]) -> str:  # noqa: ARG002 - of those that do
+        """Return how an error calls a run.
+
+        :param values: the attributes that it is started with.
+        """
+        return f"{self.entity.__name__} {identity!r}"
 
     def offered(self) -> Sequence[ColumnElement[bool]]:
         """What else must hold for a run to be claimed, with the parameters that :meth:`.Claims.terms` gives."""
@@ -288,6 +308,7 @@ def _configure(mapper: Mapper[Any]) -> None:
     _refuse_moving_group(rows)
     rows.lifecycle.machine.serves(cls)
     event.listen(cls, "before_update", _keep_lease, propagate=True)
+    event.listen(cls.available_at, "set", _within, propagate=True, retval=True)
     frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
     guard_runs(rows, rows.status, rows.lifecycle)
@@ -306,6 +327,10 @@ def _partition(rows: RunRows[Any]) -> None:
             f"{rows.entity.__name__} has {unique}, which needs a unique index of the whole table, and PostgreSQL has "
             "none across partitions; leave __partition__ away, and partition the receipts instead."
         )
+
+
+def _within(_: object, value: object, *__: object) -> object:
+    return clock.within(value)
 
 
 def _refuse_other_types(rows: RunRows[Any]) -> None:

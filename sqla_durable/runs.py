@@ -7,8 +7,9 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, Unpack, cast, overload
 
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
+from sqla_durable.caller import AnySession
 from sqla_durable.dispatch import Work, in_slot
 from sqla_durable.execution import Outcome
 from sqla_durable.failure import Failure
@@ -296,7 +297,7 @@ class Runs(Generic[RunT]):
 
     def cancel_all(
         self,
-        session: Session,
+        session: AnySession,
         *,
         limit: int | None = None,
         everything: bool = False,
@@ -353,7 +354,9 @@ class Runs(Generic[RunT]):
 
     # in the caller's transaction
 
-    def signal(self, session: Session, ident: object, name: str, payload: object = None, *, type_: Any = Any) -> bool:
+    def signal(
+        self, session: AnySession, ident: object, name: str, payload: object = None, *, type_: Any = Any
+    ) -> bool:
         """Send a signal to a run, in the caller's transaction: it is sent if, and only if, the caller commits.
 
         It is kept until the run takes it, with :meth:`.Run.wait` or :meth:`.Run.answer`; signals of one name are taken
@@ -372,7 +375,7 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.sending.signal(session, ident, name, payload, type_)
 
-    def start(self, session: Session, /, *, key: str | None = None, **values: Any) -> RunT:
+    def start(self, session: AnySession, /, *, key: str | None = None, **values: Any) -> RunT:
         """Start a run in the caller's transaction: it exists if, and only if, the caller commits.
 
         The session is flushed first. The object is built by the class's own constructor, and is persistent and loaded
@@ -395,7 +398,7 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.start(session, key, values)
 
-    def request_cancel(self, session: Session, ident: object) -> bool:
+    def request_cancel(self, session: AnySession, ident: object) -> bool:
         """Ask, in the caller's transaction, for a live run to be cancelled; the first instant is kept.
 
         A run without a holder lands at once where its machine declares that edge; a running one at its next step or
@@ -408,7 +411,7 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.request_cancel(session, ident)
 
-    def fence(self, session: Session, lease: Lease) -> None:
+    def fence(self, session: AnySession, lease: Lease) -> None:
         """Lock the run in the caller's transaction and check the holder's fence: the first half of a step.
 
         :raises LostLease: where the fence has moved on; the caller must not commit.
@@ -416,7 +419,7 @@ class Runs(Generic[RunT]):
         """
         self._verbs.fence(session, lease)
 
-    def record(self, session: Session, lease: Lease, key: str | int, result: object, *, type_: Any = Any) -> None:
+    def record(self, session: AnySession, lease: Lease, key: str | int, result: object, *, type_: Any = Any) -> None:
         """Write a step's receipt in the caller's transaction, after a fence check: the second half of a step.
 
         The session is flushed first, so that the receipt never stands without the effect.
@@ -429,7 +432,7 @@ class Runs(Generic[RunT]):
         """
         self._verbs.record(session, lease, key, result, type_)
 
-    def attach_ids(self, session: Session, ident: object, key: str | int, ids: object, *, type_: Any = Any) -> bool:
+    def attach_ids(self, session: AnySession, ident: object, key: str | int, ids: object, *, type_: Any = Any) -> bool:
         """Say, in the caller's transaction, by which ids the service knows an operation whose outcome is unknown.
 
         The run's status stays as it is: :meth:`requeue` it, and it polls.
@@ -442,7 +445,7 @@ class Runs(Generic[RunT]):
         """
         return self._verbs.attach_ids(session, ident, key, ids, type_)
 
-    def never_issued(self, session: Session, ident: object, key: str | int) -> bool:
+    def never_issued(self, session: AnySession, ident: object, key: str | int) -> bool:
         """Allow, in the caller's transaction, an operation to be issued anew: its receipt is deleted.
 
         To be said of an operation that the service certainly does not have, or that has failed there. The run's status

@@ -12,10 +12,9 @@ from typing import Any, Final, cast
 from sqlalchemy import BigInteger, Connection, Text, func, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
 from sqla_durable import clock
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import NotAnswered, ResultError, RunNotFound, UpdateFailed, UpdateTimeout, UsageError
 from sqla_durable.failure import Failure
@@ -87,7 +86,7 @@ class Sending:
     def __init__(self, store: Store[Any]) -> None:
         self._store = store
 
-    def signal(self, session: Session, ident: object, name: str, payload: object, type_: Any) -> bool:
+    def signal(self, session: AnySession, ident: object, name: str, payload: object, type_: Any) -> bool:
         """See :meth:`.Runs.signal`."""
         identity, parameters = self._parameters(ident, name, payload, type_)
         session = unproxied(session)
@@ -98,17 +97,30 @@ class Sending:
             statement = self._silently if session.twophase else self._sends
             return self._send(connection, statement, identity, parameters) is not None
 
-    def update(self, ident: object, name: str, payload: object, type_: Any, returns: Any, timeout: timedelta) -> Any:
-        """See :meth:`.Runs.update`."""
+    def update(
+        self,
+        ident: object,
+        name: str,
+        payload: object,
+        type_: Any,
+        returns: Any,
+        timeout: timedelta,
+        called: str | None = None,
+    ) -> Any:
+        """See :meth:`.Runs.update`.
+
+        :param called: how errors call the run.
+        """
         if not isinstance(cast(object, timeout), timedelta):
             raise UsageError(f"update(timeout={timeout!r}): a duration is a timedelta, as in timedelta(seconds=30).")
         codec = codec_of(returns, "the reply")
         identity, parameters = self._parameters(ident, name, payload, type_)
+        run = called or self._named(identity)
         statement = self._sends if self._store.notifies else self._silently
         signal = self._store.execute(lambda _, connection: self._send(connection, statement, identity, parameters))
         if signal is None:
-            raise NotAnswered(f"update {name!r}: {self._named(identity)} has ended already; nothing was sent.")
-        return codec.decode(self._reply(identity, name, signal, time.monotonic() + timeout.total_seconds()), name)
+            raise NotAnswered(f"update {name!r}: {run} has ended already; nothing was sent.")
+        return codec.decode(self._reply(identity, name, signal, timeout, run), name)
 
     # the parts
 
@@ -130,35 +142,36 @@ class Sending:
         signal: int | None = row.id
         return signal
 
-    def _reply(self, identity: Ident, name: str, signal: int, end: float) -> Any:
+    def _reply(self, identity: Ident, name: str, signal: int, timeout: timedelta, run: str) -> Any:
+        end = time.monotonic() + timeout.total_seconds()
         parameters = {**self._store.runs.parameters(identity), **arguments(id=signal)}
         pause = _PAUSE
         while True:
             row = self._store.single(lambda connection: connection.execute(self._replies, parameters).one_or_none())
             if row is None:
-                raise NotAnswered(f"update {name!r}: {self._named(identity)} is gone.")
+                raise NotAnswered(f"update {name!r}: {run} is gone.")
             if row.error is not None:
                 raise UpdateFailed(name, Failure.from_json(json.loads(row.error)))
             if row.answered_at is not None:
                 return parsed(row.reply)
-            self._refuse_unanswered(row, identity, name)
+            self._refuse_unanswered(row, name, run)
             left = end - time.monotonic()
             if left <= 0:
                 raise UpdateTimeout(
-                    f"update {name!r}: {self._named(identity)} has not answered in time. It stays sent, and may still "
-                    "be answered."
+                    f"update {name!r}: {run} is {row.status.value}, and has not answered within {timeout}. It stays "
+                    f"sent, and may still be answered, where the run calls answer({name!r}, ...)."
                 )
             self._store.sessions.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _refuse_unanswered(self, row: AnyRow, identity: Ident, name: str) -> None:
+    def _refuse_unanswered(self, row: AnyRow, name: str, run: str) -> None:
         if row.step is not None:
             raise NotAnswered(
-                f"update {name!r}: step {row.step!r} of {self._named(identity)} has taken it with wait(), which does "
+                f"update {name!r}: step {row.step!r} of {run} has taken it with wait(), which does "
                 "not reply; have the run call answer()."
             )
         if not row.in_flight:
-            raise NotAnswered(f"update {name!r}: {self._named(identity)} is {row.status.value}, and has not answered.")
+            raise NotAnswered(f"update {name!r}: {run} is {row.status.value}, and has not answered.")
 
     def _named(self, identity: Ident) -> str:
         return f"{self._store.runs.entity.__name__} with the key {identity!r}"

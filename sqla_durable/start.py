@@ -150,21 +150,18 @@ class Start(Generic[RunT]):
 
     def _conflict(self, identity: Ident | None, *, payload_known: bool = True) -> KeyConflict:
         assert self._key is not None  # noqa: S101 - only a run with a key comes here
-        name = self._runs.entity.__name__
+        runs = self._runs
         if identity is None:
             reason = (
-                f"of {name} belongs to a run that this session does not see, by row security for one; name what "
-                "separates the two in __key_scope__"
+                f"of {runs.entity.__name__} belongs to a run that this session does not see, by row security for one; "
+                "name what separates the two in __key_scope__"
             )
         elif payload_known:
-            reason = (
-                f"belongs to {name} {identity!r}, which was started with other values; use a key for one payload only"
-            )
+            reason = "was started with other values; use a key for one payload only"
         else:
-            reason = (
-                f"belongs to {name} {identity!r}, which has no fingerprint as it was not started by start(), so it "
-                "cannot be told whether it is the same"
-            )
+            reason = "has no fingerprint as it was not started by start(), so it cannot be told whether it is the same"
+        if identity is not None:
+            reason = f"belongs to {runs.called(identity, self._values)}, which {reason}"
         return KeyConflict(f"the key {self._key!r} {reason}.", self._key, identity)
 
 
@@ -212,7 +209,7 @@ def scheduled(values: Mapping[str, Any], when: Collection[str]) -> dict[str, Any
 
 
 def _instant(value: Any) -> Any:
-    return clock.stamp() + clock.interval(value) if isinstance(value, timedelta) else value
+    return clock.ahead(value) if isinstance(value, timedelta) else clock.within(value)
 
 
 def refuse(runs: RunRows[Any], key: object, values: Mapping[str, Any]) -> None:

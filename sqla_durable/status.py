@@ -44,8 +44,8 @@ class TransitionHook:
         raise NotImplementedError
 
     @classmethod
-    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> None:
-        """Raise to refuse what a caller sets along with a transition that leaves one of ``sources``."""
+    def __on_values__(cls, values: Mapping[str, Any], sources: Collection[StrEnum]) -> Mapping[str, Any]:
+        """Return what a caller sets along with a transition that leaves one of ``sources``; raise to refuse it."""
         raise NotImplementedError
 
     @classmethod
@@ -262,16 +262,15 @@ def assignments(
     :raises FrozenPayload: for what is frozen in one of ``sources``.
     """
     reserved = reserved_of(rows.entity)
-    columns = {rows.column(name): value for name, value in values.items()}
-    for column in columns:
+    for column in map(rows.column, values):
         name = rows.attribute(column)
         if column is status or column in rows.key or name in reserved:
             raise UsageError(
                 f"{rows.entity.__name__}.{name} is not set along with a transition; leave it out of values."
             )
     if issubclass(rows.entity, TransitionHook):
-        rows.entity.__on_values__(values, sources)
-    return columns
+        values = rows.entity.__on_values__(values, sources)
+    return {rows.column(name): value for name, value in values.items()}
 
 
 def _pair(target: object) -> tuple[type[Any], object] | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from sqlalchemy.orm import Session
@@ -353,9 +354,16 @@ def keys_of(calls: Sequence[Call[Any]]) -> str:
     return ", ".join(str(each.key) for each in calls)
 
 
+def is_coroutine_function(fn: Any) -> bool:
+    """Whether a call makes a coroutine; of a partial, or an object that is called, too."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or (callable(fn) and inspect.iscoroutinefunction(type(fn).__call__))
+
+
 def refuse_coroutine(fn: Callable[..., Any]) -> None:
     """Refuse a coroutine function, of which nothing would run."""
-    if inspect.iscoroutinefunction(fn):
+    if is_coroutine_function(fn):
         raise UsageError(f"{fn!r} is a coroutine function; use AsyncRuns from sqla_durable.asyncio.")
 
 

@@ -21,6 +21,7 @@ from sqla_durable.run import RunMixin, RunRows, RunT
 from sqla_durable.signal import SignalMixin, SignalRows
 from sqla_durable.sqlstate import retry_outages
 from sqla_durable.stop import Stop, reasons
+from sqla_durable.waits_for import WaitMixin
 
 ValueT = TypeVar("ValueT")
 RESUMPTIONS = 3
@@ -34,7 +35,6 @@ class Store(Ground, Generic[RunT]):
     :param run: the run class.
     :param receipt: its receipt class.
     :param signals: its signal class, if it has one.
-    :param rows: makes the rows of the run class.
     :raises ConfigurationError: where they do not belong together.
     """
 
@@ -44,7 +44,6 @@ class Store(Ground, Generic[RunT]):
         run: type[RunT],
         receipt: type[Any],
         signals: type[Any] | None = None,
-        rows: Callable[[type[RunT]], RunRows[RunT]] = RunRows,
     ) -> None:
         mapped = cast(object, run)
         if not (isinstance(mapped, type) and issubclass(mapped, RunMixin) and "__mapper__" in vars(mapped)):
@@ -54,7 +53,8 @@ class Store(Ground, Generic[RunT]):
                 f"{receipt!r} does not hold the receipts of {run.__name__}; declare it as "
                 f"class {run.__name__}Step(ReceiptMixin[{run.__name__}], Base)."
             )
-        self.runs = rows(run)
+        self.runs: RunRows[RunT] = run.__rows__()
+        self.runs.tells = lambda: self.notifies
         self.receipts = ReceiptRows(receipt)
         if signals is not None and not _belongs(signals, SignalMixin, run):
             raise ConfigurationError(
@@ -73,9 +73,10 @@ class Store(Ground, Generic[RunT]):
         """
         if self._signals is None:
             run = self.runs.entity.__name__
+            mixin = "" if issubclass(self.runs.entity, WaitMixin) else f"add WaitMixin to {run}, "
             raise ConfigurationError(
-                f"{run} has no table for signals: declare class {run}Signal(SignalMixin[{run}], Base), with WaitMixin "
-                f"on {run}, and pass it as signals={run}Signal."
+                f"{run} has no table for signals: {mixin}declare class {run}Signal(SignalMixin[{run}], Base), and pass "
+                f"it as signals={run}Signal."
             )
         return self._signals
 

@@ -14,11 +14,11 @@ from sqla_durable.exc import RunNotFound, UsageError
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionMixin, FunctionRows
 from sqla_durable.functions.waiting import by_key, found, known_id
-from sqla_durable.holder import stored_key
 from sqla_durable.machine import names_of
 from sqla_durable.receipt import ReceiptMixin, ReceiptRows, StepOutcome, step_key
 from sqla_durable.rows import Rows, arguments
 from sqla_durable.run import RunMixin, RunRows
+from sqla_durable.step_key import stored_key
 
 _SECOND = timedelta(seconds=1)
 

@@ -12,14 +12,14 @@ from sqlalchemy.orm import Session
 
 from sqla_durable import fence, intent, listing, reap, receipt
 from sqla_durable.bulk import Bulk
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import RetryableError, RunInFlight, StepReused, UsageError
 from sqla_durable.execution import Ending, Outcome, carry_out, finished
 from sqla_durable.failure import Failure
 from sqla_durable.heartbeat import Heartbeat
-from sqla_durable.holder import Holder, stored_key
+from sqla_durable.holder import Holder
 from sqla_durable.in_flight import occupied, refusing_occupied, rival
 from sqla_durable.lease import Lease
 from sqla_durable.listing import RunSummary
@@ -30,6 +30,7 @@ from sqla_durable.run import RunT
 from sqla_durable.sending import Sending
 from sqla_durable.sqlstate import translated
 from sqla_durable.start import Start
+from sqla_durable.step_key import stored_key
 from sqla_durable.store import Store
 
 
@@ -258,14 +259,14 @@ class Verbs(Generic[RunT]):
 
     # in the caller's transaction
 
-    def start(self, session: Session, key: str | None, values: Mapping[str, Any]) -> RunT:
+    def start(self, session: AnySession, key: str | None, values: Mapping[str, Any]) -> RunT:
         """See :meth:`.Runs.start`."""
         session = unproxied(session)
         session.flush()
         with translated():
             return Start(self.runs, session, self.store.callers_connection(session), key, values).run()
 
-    def request_cancel(self, session: Session, ident: object) -> bool:
+    def request_cancel(self, session: AnySession, ident: object) -> bool:
         """See :meth:`.Runs.request_cancel`."""
         if self.runs.lifecycle.cancelled is None:
             raise UsageError(f"{self.runs.entity.__name__} cannot be cancelled; name Lifecycle(cancelled=...).")
@@ -280,7 +281,7 @@ class Verbs(Generic[RunT]):
             self.runs.show(loaded, row._mapping)
         return row is not None
 
-    def fence(self, session: Session, lease: Lease) -> None:
+    def fence(self, session: AnySession, lease: Lease) -> None:
         """See :meth:`.Runs.fence`."""
         self.store.check(lease)
         parameters = {**self.runs.parameters(lease.identity), **arguments(fence=lease.fence)}
@@ -291,7 +292,7 @@ class Verbs(Generic[RunT]):
                 lambda connection: connection.execute(self._guard, parameters).one_or_none(),
             )
 
-    def record(self, session: Session, lease: Lease, key: str | int, result: Any, type_: Any) -> None:
+    def record(self, session: AnySession, lease: Lease, key: str | int, result: Any, type_: Any) -> None:
         """See :meth:`.Runs.record`."""
         self.store.check(lease)
         name = stored_key(key)
@@ -303,13 +304,13 @@ class Verbs(Generic[RunT]):
                 run = f"{self.runs.entity.__name__} {lease.identity!r}"
                 raise StepReused(f"step {name!r} of {run} has a receipt already.")
 
-    def attach_ids(self, session: Session, ident: object, key: str | int, ids: Any, type_: Any) -> bool:
+    def attach_ids(self, session: AnySession, ident: object, key: str | int, ids: Any, type_: Any) -> bool:
         """See :meth:`.Runs.attach_ids`."""
         name = stored_key(key)
         text, _ = codec_of(type_).round_trip(ids, name)
         return self._say(session, ident, self._attach_ids, step=name, ids=text)
 
-    def never_issued(self, session: Session, ident: object, key: str | int) -> bool:
+    def never_issued(self, session: AnySession, ident: object, key: str | int) -> bool:
         """See :meth:`.Runs.never_issued`."""
         return self._say(session, ident, self._never_issued, step=stored_key(key))
 
@@ -330,7 +331,7 @@ class Verbs(Generic[RunT]):
             return False
         return connection.execute(self._expire_one, parameters).first() is not None
 
-    def _say(self, session: Session, ident: object, statement: Any, **values: Any) -> bool:
+    def _say(self, session: AnySession, ident: object, statement: Any, **values: Any) -> bool:
         """Execute a statement about one receipt in the caller's transaction; return whether it matched."""
         parameters = {**self.runs.parameters(self.runs.identity(ident)), **arguments(**values)}
         session = unproxied(session)

@@ -9,23 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from sqlalchemy import Connection
 
+from sqla_durable import clock
 from sqla_durable.codec import Codec, codec_of
 from sqla_durable.exc import ReceiptMismatch, SignalMismatch, UsageError
 from sqla_durable.failure import Failure
-from sqla_durable.holder import Holder
+from sqla_durable.holder import Given, Holder
 from sqla_durable.policy import clamped
-from sqla_durable.receipt import Effect, Receipt, StepOutcome
+from sqla_durable.receipt import Effect, Receipt, StepOutcome, parsed
 from sqla_durable.retry import LONGEST
 from sqla_durable.signal import signal_name
 from sqla_durable.step import Beside, Recorded, replayed
+from sqla_durable.step_key import stored_key
 from sqla_durable.storable import why
 
 PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
+
+
+def _nothing() -> None:
+    """Stands where a step has a function, whose arguments are compared."""
 
 
 class _Awaited(Generic[PayloadT]):
@@ -39,6 +45,8 @@ class _Awaited(Generic[PayloadT]):
     :raises UsageError: for a name or timeout that cannot be right.
     :raises ConfigurationError: where the run has no table for signals, or cannot be handed back.
     """
+
+    verb: ClassVar[str]
 
     def __init__(
         self,
@@ -61,6 +69,17 @@ class _Awaited(Generic[PayloadT]):
         _ = holder.store.signals  # refused here, and not after a first statement
         holder.refuse_unreleasable()
 
+    @property
+    def given(self) -> Given | None:
+        """What a replay compares: the verb, whose results are of two kinds, and the signal's name.
+
+        Under a former key nothing is compared, as the signal may have been renamed with the step.
+        """
+        key, changes = stored_key(self.key), self.holder.changes
+        if changes is not None and changes.recorded_as(key, self.holder.receipts) != key:
+            return None
+        return _nothing, (self.verb, self.name), {}
+
     def decode(self, payload: object) -> PayloadT:
         """Return a signal's payload.
 
@@ -76,14 +95,15 @@ class _Awaited(Generic[PayloadT]):
                 "signal was not consumed: have the run wait for a type that can read it, or delete its row."
             ) from error
 
-    def park(self, key: str) -> None:
+    def park(self, key: str, given: str | None) -> None:
         """Hand the run back, unless there is a signal after all.
 
+        :param given: the fingerprint of what is waited for.
         :raises Suspended: where it was handed back.
         :raises SignalTimeout: where the time to wait is over.
         """
         holder = self.holder
-        parked = partial(self.waits.park, holder.lease, key, self.name, self._timeout)
+        parked = partial(self.waits.park, holder.lease, key, self.name, self._timeout, given)
         late = holder.park_by(parked, f"signal {self.name!r}")
         if late is not None:
             holder.failed(late)
@@ -93,25 +113,26 @@ class _Awaited(Generic[PayloadT]):
 class Wait(_Awaited[PayloadT]):
     """A signal that the run takes as it is."""
 
+    verb = "wait"
+
     def carry_out(self) -> PayloadT:
         """See :meth:`.Run.wait`."""
-        return self.holder.step(self.key, Effect.SIGNAL, self._payload, self._live)
+        return self.holder.step(self.key, Effect.SIGNAL, self._payload, self._live, self.given)
 
-    def _live(self, key: str, _: str | None) -> Recorded[PayloadT]:
+    def _live(self, key: str, given: str | None) -> Recorded[PayloadT]:
         lease = self.holder.lease
         while True:
-            taken = self.waits.take(lease, key, self.name)
-            if taken is None:
-                self.park(key)
-            elif isinstance(taken, StepOutcome):
+            seen = self.waits.look(lease, key, self.name)
+            if seen is None:
+                self.park(key, given)
+            elif isinstance(seen, StepOutcome):
                 known = self.holder.steps.read(lease, key)
                 return Recorded(known, replayed(known, Effect.SIGNAL, self._payload))
             else:
-                try:
-                    return Recorded(taken.receipt, self.decode(taken.receipt.result))
-                except SignalMismatch:
-                    self.waits.give_back(lease, taken)
-                    raise
+                # Before it is taken: a process may die between the two, and would have consumed what nobody can read.
+                value = self.decode(parsed(seen.payload))
+                if (taken := self.waits.take(lease, key, seen, given)) is not None:
+                    return Recorded(taken, value)
 
 
 class _NoSignal(Exception):
@@ -149,6 +170,8 @@ class Answer(_Awaited[PayloadT], Generic[PayloadT, ResultT]):
     :param result: how what it returns is stored.
     """
 
+    verb = "answer"
+
     def __init__(
         self,
         holder: Holder[Any],
@@ -164,13 +187,15 @@ class Answer(_Awaited[PayloadT], Generic[PayloadT, ResultT]):
         self._result = result
         self._body = body
         self._answered: int | None = None
+        self._fingerprint: str | None = None
 
     def carry_out(self) -> ResultT:
         """See :meth:`.Run.answer`."""
-        return self.holder.step(self.key, Effect.SIGNAL, self._result, self._live, record_failure=self._record_failure)
+        return self.holder.step(self.key, Effect.SIGNAL, self._result, self._live, self.given, self._record_failure)
 
-    def _live(self, key: str, _: str | None) -> Recorded[ResultT]:
+    def _live(self, key: str, given: str | None) -> Recorded[ResultT]:
         holder = self.holder
+        self._fingerprint = given
         while True:
             answering = _Answering(self, key)
             try:
@@ -180,17 +205,20 @@ class Answer(_Awaited[PayloadT], Generic[PayloadT, ResultT]):
                         key,
                         lambda session: self._body(session, answering.payload),  # noqa: B023 - called at once
                         self._result,
-                        beside=answering,
+                        given,
+                        answering,
                     )
             except _NoSignal:
                 pass
             finally:
                 self._answered = answering.signal
-            self.park(key)
+            self.park(key, given)
 
     def _record_failure(self, key: str, failure: Failure) -> Receipt:
         lease = self.holder.lease
-        failed = None if self._answered is None else self.waits.fail(lease, key, self._answered, failure)
+        failed = None
+        if self._answered is not None:
+            failed = self.waits.fail(lease, key, self._answered, failure, self._fingerprint)
         return self.holder.steps.read(lease, key) if failed is None else failed
 
 
@@ -209,15 +237,15 @@ class Sleep:
             raise UsageError(f"sleep(..., {duration!r}): a timedelta, or a datetime with a time zone.")
         holder.refuse_unreleasable()
         self._holder = holder
-        self._duration = clamped(duration) if isinstance(duration, timedelta) else duration
+        self._duration = clamped(duration) if isinstance(duration, timedelta) else clock.within(duration)
 
     def carry_out(self, key: str | int) -> None:
         """See :meth:`.Run.sleep`."""
         codec: Codec[None] = codec_of(type(None))
-        self._holder.step(key, Effect.SLEEP, codec, self._live)
+        self._holder.step(key, Effect.SLEEP, codec, self._live, (_nothing, ("sleep",), {}))
 
-    def _live(self, key: str, _: str | None) -> Recorded[None]:
+    def _live(self, key: str, given: str | None) -> Recorded[None]:
         holder = self._holder
-        asleep = partial(holder.steps.waits.sleep, holder.lease, key, self._duration)
+        asleep = partial(holder.steps.waits.sleep, holder.lease, key, self._duration, given)
         over = holder.park_by(asleep, f"the end of sleep {key!r}")
         return Recorded(holder.steps.read(holder.lease, key) if over is None else over, None)

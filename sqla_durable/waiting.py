@@ -26,7 +26,6 @@ from sqlalchemy import (
     Text,
     and_,
     case,
-    delete,
     exists,
     func,
     literal,
@@ -44,7 +43,6 @@ from sqla_durable.deadline import OUT_OF_TIME
 from sqla_durable.exc import SignalTimeout
 from sqla_durable.failure import Failure
 from sqla_durable.fence import holding
-from sqla_durable.guarded_receipts import taking_back
 from sqla_durable.lease import Lease
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import (
@@ -53,6 +51,7 @@ from sqla_durable.receipt import (
     ReceiptRows,
     StepOutcome,
     from_held,
+    input_fingerprint,
     insert_receipt,
     json_bound,
     parsed,
@@ -69,51 +68,27 @@ _READ_COMMITTED = "READ COMMITTED"
 
 
 def takes(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Lock the run if the holder's fence is still the run's, and take its oldest signal of a name with a receipt.
+    """Lock the run if the holder's fence is still the run's, and take a signal as it was read, with a receipt.
 
     Nothing is taken by a run that someone asked to cancel, nor by a step that has its receipt.
     """
     held = fence.held(runs)
-    found = _oldest(signals, _wanted(runs, held))
+    found = _as_read(signals, _wanted(runs, held))
     values = {
         receipts.outcome: _outcome(StepOutcome.SUCCEEDED),
         receipts.result: found.c.payload,
         receipts.recorded_at: clock.stamp(),
+        receipts.input_fingerprint: input_fingerprint(),
     }
     recorded = insert_receipt(receipts, found, values).cte("recorded")
     taken = _taking(signals, *signals.of_locked(found), signals.id == found.c.id, exists(select(recorded)))
-    return _told(
-        held,
-        _outcome_of_step(receipts).label("outcome"),
-        select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at"),
-        select(found.c.id).scalar_subquery().label("id"),
-        select(sql_cast(found.c.payload, Text)).scalar_subquery().label("payload"),
-    ).add_cte(taken.returning(signals.id).cte("taken"))
-
-
-def gives_back(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Lock the run likewise, delete the receipt and let a signal be as if nobody had taken it."""
-    held = fence.held(runs, taking_back())
-    own = receipts.step == step_key(), receipts.effect == literal(Effect.SIGNAL.value, String)
-    deleted = delete(receipts.table).where(*receipts.of_locked(held), *own).returning(receipts.step).cte("deleted")
-    given = (
-        update(signals.table)
-        .where(*signals.of_locked(held), signals.id == bound("id", BigInteger()))
-        .values({**signals.untouched(), signals.step: null()})
-        .returning(signals.id)
-    )
-    return _told(held).add_cte(deleted, given.cte("given"))
+    recorded_at = select(recorded.c[receipts.recorded_at.key]).scalar_subquery().label("recorded_at")
+    return _told(held, recorded_at).add_cte(taken.returning(signals.id).cte("taken"))
 
 
 def reads(signals: SignalRows) -> AnySelect:
     """Read a run's oldest signal of a name that no step has taken; the run's row is locked."""
-    return (
-        select(signals.id, sql_cast(signals.payload, Text))
-        .where(*signals.of_run(), *_waiting(signals))
-        .order_by(signals.id)
-        .limit(1)
-        .with_for_update(of=signals.table)
-    )
+    return _oldest(signals).with_for_update(of=signals.table)
 
 
 def answers(signals: SignalRows) -> Any:
@@ -147,16 +122,19 @@ def locks(runs: RunRows[Any]) -> AnySelect:
 
 
 def looks(runs: RunRows[Any], receipts: ReceiptRows, signals: SignalRows) -> AnySelect:
-    """Say whether a signal of that name is there, and whether the time to wait for it is over."""
+    """Read the run's oldest signal of that name, and say whether the time to wait for it is over."""
+    oldest = _oldest(signals).subquery("oldest")
     pending = receipts.is_waiting, receipts.in_outcome(StepOutcome.PENDING)
     overdue = exists().where(*receipts.of_run(), receipts.step == step_key(), *pending, receipts.until <= clock.stamp())
-    return select(
+    looking = select(
         runs.cancel_requested_at.is_not(None).label("cancel_requested"),
         *(late.label(OUT_OF_TIME) for late in runs.out_of_time()),
-        exists().where(*signals.of_run(), *_waiting(signals)).label("there"),
+        oldest.c.id,
+        oldest.c.payload,
         overdue.label("overdue"),
         _outcome_of_step(receipts).label("outcome"),
-    ).where(runs.matches())
+    )
+    return looking.select_from(runs.table.outerjoin(oldest, true())).where(runs.matches(), holding(runs))
 
 
 def parks(runs: RunRows[Any], receipts: ReceiptRows) -> Any:
@@ -203,6 +181,7 @@ def _keeping_until(receipts: ReceiptRows, held: CTE, instant: ColumnElement[Any]
         receipts.result: case((ended(asked.c.until), nothing)),
         receipts.recorded_at: clock.stamp(),
         receipts.ids: ids,
+        receipts.input_fingerprint: input_fingerprint(),
     }
     insert, named = from_held(receipts, asked, values)
     excluded = insert.excluded
@@ -238,14 +217,19 @@ def _locked(runs: RunRows[Any], held: CTE) -> list[ColumnElement[Any]]:
     return [*(held.c[name] for name in runs.key_names), *stop.late(held)]
 
 
-def _oldest(signals: SignalRows, held: CTE) -> CTE:
-    """The oldest signal of the held run, locked: another one of the same lease may have taken it meanwhile."""
+def _oldest(signals: SignalRows) -> AnySelect:
+    """A run's oldest signal of a name that no step has taken."""
+    columns = signals.id.label("id"), sql_cast(signals.payload, Text).label("payload")
+    return select(*columns).where(*signals.of_run(), *_waiting(signals)).order_by(signals.id).limit(1)
+
+
+def _as_read(signals: SignalRows, held: CTE) -> CTE:
+    """The signal of the held run that was read, locked: another one of the same lease may have taken it meanwhile."""
+    same = signals.id == bound("id", BigInteger()), signals.payload == json_bound("payload"), signals.step.is_(None)
     found: CTE = (
         select(held, signals.id.label("id"), signals.payload.label("payload"))
         .join(signals.table, and_(*signals.of_locked(held)))
-        .where(*_waiting(signals))
-        .order_by(signals.id)
-        .limit(1)
+        .where(*same)
         .with_for_update(of=signals.table)
         .cte("found")
         .prefix_with("MATERIALIZED")
@@ -285,11 +269,14 @@ def timed_out(receipt: Receipt) -> SignalTimeout | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A signal that was taken, with the receipt of it."""
+class Sent:
+    """A signal that no step has taken.
 
-    receipt: Receipt
+    :param payload: as JSON text.
+    """
+
     id: int
+    payload: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,37 +297,39 @@ class Waits:
     def __init__(self, store: Store[Any]) -> None:
         self.store = store
 
-    def take(self, lease: Lease, key: str, name: str) -> Taken | StepOutcome | None:
-        """Take the oldest signal of a name, with a receipt, in one statement.
+    def look(self, lease: Lease, key: str, name: str) -> Sent | StepOutcome | None:
+        """Read the oldest signal of a name; nothing is taken before its payload has been decoded.
 
         :return: None where there is no signal; where the step has its receipt already, how that ended.
+        :raises LostLease: where the fence has moved on.
+        :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`.
+        """
+        parameters = self._looking(lease, key, name)
+        row = self.store.write(lease, lambda connection: self._looks.first(connection, parameters))
+        self._refuse_stopped(lease, row)
+        if (succeeded := _succeeded(row.outcome)) is not None:
+            return succeeded
+        return None if row.id is None else Sent(row.id, row.payload)
+
+    def take(self, lease: Lease, key: str, sent: Sent, given: str | None) -> Receipt | None:
+        """Take a signal as it was read, with a receipt, in one statement.
+
+        :param given: the fingerprint of what the step waits for, to be recorded.
+        :return: None where it is not to be had any more, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is taken.
         :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is taken.
         """
-        parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
+        values = {"step": key, "effect": Effect.SIGNAL.value, "id": sent.id, "payload": sent.payload}
+        parameters = self.store.parameters(lease, **values, input_fingerprint=given)
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._takes.first(connection, parameters))
         )
         self._refuse_stopped(lease, row)
         if row.recorded_at is None:
-            return _succeeded(row.outcome)
-        receipt = Receipt(
-            key,
-            StepOutcome.SUCCEEDED,
-            parsed(row.payload),
-            None,
-            Effect.SIGNAL,
-            lease.fence,
-            row.recorded_at,
-        )
-        return Taken(receipt, row.id)
-
-    def give_back(self, lease: Lease, taken: Taken) -> None:
-        """Let a signal be as if it had not been taken; its payload cannot be read."""
-        parameters = self.store.parameters(lease, step=taken.receipt.step, id=taken.id)
-        self.store.patiently(
-            lambda: self.store.write(lease, lambda connection: self._gives_back.first(connection, parameters))
-        )
+            return None
+        payload = parsed(sent.payload)
+        ended = StepOutcome.SUCCEEDED, payload, None
+        return Receipt(key, *ended, Effect.SIGNAL, lease.fence, row.recorded_at, input_fingerprint=given)
 
     def read(self, connection: Connection, lease: Lease, name: str) -> tuple[int, Any] | None:
         """Read the oldest signal of a name in a step's transaction: its id and payload."""
@@ -351,20 +340,23 @@ class Waits:
         """Take a signal in a step's transaction, with the reply to it."""
         self._answers.first(connection, self.store.parameters(lease, step=key, id=signal, result=reply))
 
-    def fail(self, lease: Lease, key: str, signal: int, failure: Failure) -> Receipt | None:
+    def fail(self, lease: Lease, key: str, signal: int, failure: Failure, given: str | None) -> Receipt | None:
         """Record that what was called to answer a signal has failed; None where the step has its receipt already.
 
         :raises LostLease: where the fence has moved on; nothing is recorded.
         """
-        parameters = {**self._failed(lease, key, failure), **arguments(id=signal)}
+        parameters = {**self._failed(lease, key, failure, given), **arguments(id=signal)}
         row = self.store.patiently(
             lambda: self.store.write(lease, lambda connection: self._fails.first(connection, parameters))
         )
-        return None if row.recorded_at is None else _failure(lease, key, failure, row.recorded_at)
+        return None if row.recorded_at is None else _failure(lease, key, failure, given, row.recorded_at)
 
-    def park(self, lease: Lease, key: str, name: str, timeout: timedelta | None) -> Parked | Receipt | None:
+    def park(
+        self, lease: Lease, key: str, name: str, timeout: timedelta | None, given: str | None
+    ) -> Parked | Receipt | None:
         """Hand the run back to wait for a signal.
 
+        :param given: as for :meth:`take`.
         :return: what the run is now; or the receipt that says that the time to wait is over; or None where there is a
          signal after all, or the step has its receipt already.
         :raises LostLease: where the fence has moved on; nothing is written.
@@ -372,23 +364,26 @@ class Waits:
         """
 
         def work(_: object, connection: Connection) -> Parked | Receipt | None:
-            parameters = self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value, timeout=timeout)
+            parameters = {**self._looking(lease, key, name), **arguments(timeout=timeout, input_fingerprint=given)}
             self.store.held(connection, lease, lambda connection: self._locks.first(connection, parameters))
             seen: AnyRow = self._looks.first(connection, parameters)
             self._refuse_stopped(lease, seen)
-            if seen.there or _succeeded(seen.outcome):
+            if seen.id is not None or _succeeded(seen.outcome):
                 return None
             if seen.overdue:
-                return self._time_out(connection, lease, key, name)
+                return self._time_out(connection, lease, key, name, given)
             row: AnyRow = connection.execute(self._parks, {**parameters, **self._key(lease)}).one()
             return Parked(row._mapping, row._mapping[self.store.runs.available_at])
 
         # A snapshot of the whole transaction would be from before the wait for the senders.
         return self.store.execute(work, isolation=_READ_COMMITTED)
 
-    def sleep(self, lease: Lease, key: str, duration: timedelta | datetime) -> Parked | Receipt | None:
+    def sleep(
+        self, lease: Lease, key: str, duration: timedelta | datetime, given: str | None
+    ) -> Parked | Receipt | None:
         """Hand the run back until an instant; where that has passed, record it.
 
+        :param given: the fingerprint of the step's input, to be recorded.
         :return: what the run is now; or the receipt that says that it has passed; or None where there is one already.
         :raises LostLease: where the fence has moved on; nothing is written.
         :raises Cancelled: where the run has to stop, as for :class:`.TimedOut`; nothing is written.
@@ -402,6 +397,7 @@ class Waits:
                 effect=Effect.SLEEP.value,
                 until=duration if at else None,
                 duration=None if at else duration,
+                input_fingerprint=given,
             ),
         }
         statement, columns = self._sleeps
@@ -411,17 +407,21 @@ class Waits:
             return None
         if row.outcome == StepOutcome.PENDING.value:
             return Parked(dict(zip(columns, row[-len(columns) :], strict=True)), row.until)
-        return Receipt(key, StepOutcome.SUCCEEDED, None, None, Effect.SLEEP, lease.fence, row.recorded_at)
+        ended = StepOutcome.SUCCEEDED, None, None
+        return Receipt(key, *ended, Effect.SLEEP, lease.fence, row.recorded_at, input_fingerprint=given)
 
     # the parts
 
-    def _time_out(self, connection: Connection, lease: Lease, key: str, name: str) -> Receipt:
+    def _looking(self, lease: Lease, key: str, name: str) -> dict[str, Any]:
+        return self.store.parameters(lease, step=key, name=name, effect=Effect.SIGNAL.value)
+
+    def _time_out(self, connection: Connection, lease: Lease, key: str, name: str, given: str | None) -> Receipt:
         run = f"{self.store.runs.entity.__name__} {lease.identity!r}"
         failure = Failure.of(SignalTimeout(f"{run}: no signal {name!r} came within the timeout of its wait.", key))
-        row: AnyRow = self._times_out.first(connection, self._failed(lease, key, failure))
-        return _failure(lease, key, failure, row.recorded_at)
+        row: AnyRow = self._times_out.first(connection, self._failed(lease, key, failure, given))
+        return _failure(lease, key, failure, given, row.recorded_at)
 
-    def _failed(self, lease: Lease, key: str, failure: Failure) -> dict[str, Any]:
+    def _failed(self, lease: Lease, key: str, failure: Failure, given: str | None) -> dict[str, Any]:
         return self.store.parameters(
             lease,
             step=key,
@@ -429,7 +429,7 @@ class Waits:
             outcome=StepOutcome.FAILED.value,
             result=None,
             error=json.dumps(failure.to_json()),
-            input_fingerprint=None,
+            input_fingerprint=given,
         )
 
     def _refuse_stopped(self, lease: Lease, row: AnyRow) -> None:
@@ -444,13 +444,8 @@ class Waits:
 
     @cached_property
     def _takes(self) -> Prepared:
-        told = *stop.names(self.store.runs), "outcome", "recorded_at", "id", "payload"
-        return self.store.prepare(takes(self.store.runs, self.store.receipts, self.store.signals), *told)
-
-    @cached_property
-    def _gives_back(self) -> Prepared:
-        statement = gives_back(self.store.runs, self.store.receipts, self.store.signals)
-        return self.store.prepare(statement, *stop.names(self.store.runs))
+        statement = takes(self.store.runs, self.store.receipts, self.store.signals)
+        return self.store.prepare(statement, *stop.names(self.store.runs), "recorded_at")
 
     @cached_property
     def _reads(self) -> Prepared:
@@ -476,7 +471,7 @@ class Waits:
 
     @cached_property
     def _looks(self) -> Prepared:
-        told = *stop.names(self.store.runs), "there", "overdue", "outcome"
+        told = *stop.names(self.store.runs), "id", "payload", "overdue", "outcome"
         return self.store.prepare(looks(self.store.runs, self.store.receipts, self.store.signals), *told)
 
     @cached_property
@@ -488,8 +483,9 @@ class Waits:
         return sleeps(self.store.runs, self.store.receipts)
 
 
-def _failure(lease: Lease, key: str, failure: Failure, at: datetime) -> Receipt:
-    return Receipt(key, StepOutcome.FAILED, None, failure, Effect.SIGNAL, lease.fence, at)
+def _failure(lease: Lease, key: str, failure: Failure, given: str | None, at: datetime) -> Receipt:
+    ended = StepOutcome.FAILED, None, failure
+    return Receipt(key, *ended, Effect.SIGNAL, lease.fence, at, input_fingerprint=given)
 
 
 def _succeeded(outcome: str | None) -> StepOutcome | None:

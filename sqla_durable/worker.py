@@ -14,6 +14,7 @@ from typing import Any
 from sqla_durable.dispatch import Serving, Work, log
 from sqla_durable.execution import Ending
 from sqla_durable.listening import Listening
+from sqla_durable.policy import clamped
 from sqla_durable.room import Wake
 from sqla_durable.threads import Threads
 
@@ -75,7 +76,7 @@ class Worker(Serving[Work]):
         :return: how many runs ended in which way.
         """
         self._check(budget=budget)
-        until = time.monotonic() + budget.total_seconds()
+        until = time.monotonic() + clamped(budget).total_seconds()
         with Threads(self._concurrency) as slots, self._serving(until) as room:
             self._dispatcher_of(self._works, slots, room).run()
             return Counter(room.endings)

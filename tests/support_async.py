@@ -47,29 +47,32 @@ class Facade:
 
     def __init__(self, run: AsyncStepping[Any], wait: Wait) -> None:
         self.run = run
-        self.wait = wait
+        self.awaits = wait
         self.holder = run.holder
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.run, name)
         if not callable(found):
             return found
-        return lambda *args, **kwargs: self.wait(found(*args, **kwargs))
+        return lambda *args, **kwargs: self.awaits(found(*args, **kwargs))
 
     def step(self, key: Any, fn: Callable[..., Any], *args: Any) -> Any:
-        return self.wait(self.run.step(key, as_async_step(fn), *args))
+        return self.awaits(self.run.step(key, as_async_step(fn), *args))
+
+    def answer(self, name: str, fn: Callable[..., Any], **options: Any) -> Any:
+        return self.awaits(self.run.answer(name, as_async_step(fn), **options))
 
     def external(self, key: Any, fn: Callable[..., Any], *args: Any) -> Any:
-        return self.wait(self.run.external(key, as_async_call(fn), *args))
+        return self.awaits(self.run.external(key, as_async_call(fn), *args))
 
     def keyed(self, key: Any, fn: Callable[..., Any], *args: Any) -> Any:
-        return self.wait(self.run.keyed(key, as_async_call(fn), *args))
+        return self.awaits(self.run.keyed(key, as_async_call(fn), *args))
 
     def operation(self, key: Any, *, start: Callable[..., Any], poll: Callable[..., Any], **options: Any) -> Any:
-        return self.wait(self.run.operation(key, start=as_async_call(start), poll=as_async_call(poll), **options))
+        return self.awaits(self.run.operation(key, start=as_async_call(start), poll=as_async_call(poll), **options))
 
     def gather(self, *calls: Call[Any]) -> Any:
-        return self.wait(self.run.gather(*(replace(each, fn=as_async_call(each.fn)) for each in calls)))
+        return self.awaits(self.run.gather(*(replace(each, fn=as_async_call(each.fn)) for each in calls)))
 
     def idempotency_key(self, key: Any) -> str:
         return self.run.idempotency_key(key)

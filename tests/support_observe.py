@@ -93,6 +93,10 @@ class Observer:
         async def double(run: Any, given: int) -> int:
             return given * 2
 
+        @functions.function("refuse")
+        async def refuse(run: Any, given: int) -> int:
+            raise Refused(f"no {given}")
+
         try:
             return await getattr(functions, verb)(*arguments, **options)
         finally:

@@ -16,7 +16,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from sqla_durable import FunctionHandle, Functions, Outcome
 from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions
 from tests.support_async import Facade
-from tests.support_functions import DurableRun, DurableStep
+from tests.support_functions import DurableRun, DurableSignal, DurableStep
 
 FORMS = ["sync", "async"]
 
@@ -34,7 +34,7 @@ class Version:
         self.engine = create_engine(url)
         self.factory = sessionmaker(self.engine)
         self._bodies: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
-        self.functions: Functions[DurableRun] = Functions(self.factory, DurableRun, DurableStep)
+        self.functions: Functions[DurableRun] = Functions(self.factory, DurableRun, DurableStep, signals=DurableSignal)
         """The verbs of the synchronous form, to look at what either has left."""
 
     def function(self, name: str, body: Callable[..., Any], **options: Any) -> None:
@@ -54,6 +54,11 @@ class Version:
         if self.form == "sync":
             return self.functions.execute(handle, **options)
         return self._async(lambda functions, _: functions.execute(handle, **options))
+
+    def signal(self, handle: Any, name: str, payload: object) -> None:
+        """Send a signal and commit."""
+        with self.factory.begin() as session:
+            assert self.functions.signal(session, handle, name, payload)
 
     def fork(self, handle: Any, **options: Any) -> FunctionHandle[Any]:
         """Fork in a transaction of its own."""
@@ -79,7 +84,7 @@ class Version:
         self.engine.dispose()
 
     def _async_functions(self, factory: async_sessionmaker[Any]) -> AsyncFunctions[DurableRun]:
-        functions: AsyncFunctions[DurableRun] = AsyncFunctions(factory, DurableRun, DurableStep)
+        functions: AsyncFunctions[DurableRun] = AsyncFunctions(factory, DurableRun, DurableStep, signals=DurableSignal)
         for name, body, options in self._bodies:
             functions.function(name, **options)(as_coroutine(body))
         return functions

@@ -37,7 +37,7 @@ def plans_by(handler: Handler) -> Handled:
 def wait_for(event: threading.Event, run: Any) -> None:
     """In a handler of either form: wait, without blocking the loop."""
     if isinstance(run, Facade):
-        run.wait(_set(event))
+        run.awaits(_set(event))
     else:
         assert event.wait(DEADLINE)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import UUID
 
 import pytest
+from pydantic import BaseModel, Field
 from sqlalchemy import Engine, func, orm, select
 from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, sessionmaker
 
@@ -27,12 +28,14 @@ from sqla_durable import (
     RunFailed,
     RunInputMismatch,
     Runs,
+    SignalTimeout,
+    StepOutcome,
     StepReused,
     StepUnreached,
     Suspended,
     call,
 )
-from sqla_durable.fingerprint import of_call
+from sqla_durable.fingerprint import fingerprint, of_call
 from sqla_durable.testing import lapse
 from tests.support import Plan, PlanStep, approved_plan
 from tests.support_functions import DurableRun, Entry, Order, labels, tables
@@ -243,6 +246,74 @@ def test_a_fingerprint_uses_up_no_iterator() -> None:
     given = iter([1, 2])
     of_call(print, (given,), {})
     assert list(given) == [1, 2]
+
+
+class OldParcel(BaseModel):
+    weight: int
+
+
+class NewParcel(BaseModel):
+    weight: int
+    fragile: bool = False
+    labels: list[str] = Field(default_factory=list)
+
+
+@dataclass
+class OldBox:
+    weight: int
+
+
+@dataclass
+class NewBox:
+    weight: int
+    fragile: bool = False
+    labels: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(("old", "new"), [(OldParcel, NewParcel), (OldBox, NewBox)], ids=["model", "dataclass"])
+def test_a_field_that_is_added_with_a_default_is_no_other_input(engine: Engine, old: Any, new: Any) -> None:
+    def step(version: Any, **given: Any) -> Any:
+        return lambda run: [run.external("one", lambda box: None, version(weight=1, **given)), crash()]
+
+    tables(engine)
+    with versions("sync", engine.url.render_as_string(hide_password=False), 3) as (before, after, other):
+        handle = left_half_way(before, step(old))
+        after.function("job", step(new))
+        assert isinstance(after.execute(handle).exception, RetryableError), "the crash, and no mismatch"
+        other.function("job", step(new, fragile=True))
+        assert isinstance(other.execute(handle).exception, InputMismatch)
+    values = {"input": old(weight=1)}, {"input": new(weight=1)}, {"input": new(weight=1, labels=["a"])}
+    first, same, different = map(fingerprint, values)
+    assert first == same != different, "likewise for what a run is started with under a key"
+
+
+# another way after a failure
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_follows_a_failure_is_neither_compared_nor_missed(old_and_new: Versions, again: bool) -> None:
+    """The failure is not final, so another attempt may meet another one, or none."""
+    old, _ = old_and_new
+    left = ["the first", "the second"] if again else ["the first"]
+
+    def ask() -> str:
+        if left:
+            raise RetryableError(left.pop(0))
+        return "answered"
+
+    def body(run: Any) -> None:
+        try:
+            run.external("ask", ask)
+        except RetryableError as error:
+            run.external("make do", lambda reason: reason, str(error))
+            if run.lease.attempt == 1:
+                crash()
+
+    handle = left_half_way(old, body)
+    assert old.functions.steps(handle)[0].input_fingerprint is None
+    outcome = old.execute(handle)
+    assert (outcome.status, outcome.exception) == (FunctionStatus.DONE, None)
+    assert set(old.steps(handle)) == ({"make do"} if again else {"ask", "make do"})
 
 
 # a result, an input of the whole run
@@ -583,3 +654,182 @@ def lapse_all(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         for ident in session.scalars(select(DurableRun.id).where(DurableRun.status == FunctionStatus.RUNNING)):
             lapse(session, DurableRun, ident)
+
+
+# waits and sleeps
+
+
+def wait_for(name: str, type_: Any = int, **options: Any) -> Any:
+    return lambda run: run.wait(name, type_, **options)
+
+
+def answer_to(name: str, **options: Any) -> Any:
+    return lambda run: run.answer(name, double, **options)
+
+
+def double(session: Any, number: int) -> int:
+    return 2 * number
+
+
+def sleep_for(key: str, duration: timedelta = timedelta(hours=1)) -> Any:
+    return lambda run: run.sleep(key, duration)
+
+
+WAITS: dict[str, Any] = {"wait": wait_for("paid"), "answer": answer_to("paid"), "sleep": sleep_for("paid")}
+
+
+def waiting(version: Version, body: Any) -> Any:
+    """Start a run that waits, and carry it out once."""
+    version.function("job", body)
+    handle = version.start("job")
+    assert version.execute(handle).ending is Ending.SUSPENDED
+    return handle
+
+
+def waited(version: Version, kind: str) -> Any:
+    """The same, with what it waits for there, and a crash afterwards."""
+    body = sleep_for("paid", timedelta(0)) if kind == "sleep" else WAITS[kind]
+    version.function("job", lambda run: [body(run), crash()])
+    handle = version.start("job")
+    if kind != "sleep":
+        version.signal(handle, "paid", 1)
+    assert version.execute(handle).ending is Ending.INTERRUPTED
+    assert [receipt.outcome for receipt in version.functions.steps(handle)] == [StepOutcome.SUCCEEDED]
+    return handle
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_wait_or_sleep_that_was_taken_out_is_missed(old_and_new: Versions, kind: str, begin: Any) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    new.function("job", lambda run: run.step("two", write, "second"))
+    outcome = new.execute(handle, run_now=True)
+    assert outcome.status is FunctionStatus.FAILED
+    assert isinstance(outcome.exception, StepUnreached)
+    assert "step 'paid' has a receipt and was not reached" in str(outcome.exception)
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", WAITS)
+def test_one_that_was_taken_out_on_purpose_is_let_be(old_and_new: Versions, kind: str, begin: Any) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    new.function("job", lambda run: None, on_mismatch=OnMismatch.KEEP)
+    assert new.execute(handle, run_now=True).status is FunctionStatus.DONE
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize("kind", ["wait", "answer"])
+@pytest.mark.parametrize("policy", OnMismatch)
+def test_a_signal_of_another_name_is_another_input(
+    old_and_new: Versions, kind: str, policy: OnMismatch, begin: Any
+) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    body = {"wait": wait_for, "answer": answer_to}[kind]("settled", key="paid")
+    new.function("job", body, on_mismatch=policy)
+    outcome = new.execute(handle, run_now=True)
+    if policy is OnMismatch.FAIL:
+        assert isinstance(outcome.exception, InputMismatch)
+        assert outcome.status is FunctionStatus.FAILED
+    elif policy is OnMismatch.PARK:
+        assert outcome.ending is Ending.SUSPENDED
+        assert "another input" in new.row(handle).error["message"]
+    elif begin is waited:
+        assert outcome.status is FunctionStatus.DONE
+    else:
+        assert new.row(handle).waits_for == "settled"
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+def test_a_wait_that_has_become_an_answer_is_another_input(old_and_new: Versions, begin: Any) -> None:
+    """What the one records is the payload, and the other the reply."""
+    old, new = old_and_new
+    handle = begin(old, "wait" if begin is waited else WAITS["wait"])
+    new.function("job", answer_to("paid"))
+    assert isinstance(new.execute(handle, run_now=True).exception, InputMismatch)
+
+
+def test_a_payload_that_does_not_decode_as_what_is_waited_for_now_fails_the_run(old_and_new: Versions) -> None:
+    old, new = old_and_new
+    handle = waited(old, "wait")
+    new.function("job", wait_for("paid", list[str]))
+    assert isinstance(new.execute(handle).exception, ResultMismatch)
+
+
+@pytest.mark.parametrize("begin", [waiting, waited])
+@pytest.mark.parametrize(
+    ("kind", "renamed"),
+    [
+        ("wait", wait_for("payment")),
+        ("wait", wait_for("paid", key="payment")),
+        ("answer", answer_to("payment")),
+        ("sleep", sleep_for("payment")),
+    ],
+    ids=["signal", "key", "answer", "sleep"],
+)
+def test_a_renamed_wait_or_sleep_goes_on_from_its_receipt(
+    old_and_new: Versions, kind: str, renamed: Any, begin: Any
+) -> None:
+    old, new = old_and_new
+    handle = begin(old, kind if begin is waited else WAITS[kind])
+    (before,) = old.functions.steps(handle)
+    new.function("job", renamed, aliases={"payment": "paid"})
+    outcome = new.execute(handle, run_now=True)
+    assert (outcome.status is FunctionStatus.DONE) == (begin is waited), outcome
+    (after,) = new.functions.steps(handle)
+    assert (after.step, after.input_fingerprint, after.ids) == ("paid", before.input_fingerprint, before.ids)
+    assert before.input_fingerprint is not None
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_one_whose_time_has_changed_needs_nothing(old_and_new: Versions, kind: str) -> None:
+    """The instant of the first attempt stands."""
+    old, new = old_and_new
+    bodies = {
+        "wait": lambda hours: wait_for("paid", timeout=timedelta(hours=hours)),
+        "answer": lambda hours: answer_to("paid", timeout=timedelta(hours=hours)),
+        "sleep": lambda hours: sleep_for("paid", timedelta(hours=hours)),
+    }
+    handle = waiting(old, bodies[kind](1))
+    (before,) = old.functions.steps(handle)
+    new.function("job", bodies[kind](2))
+    assert new.execute(handle, run_now=True).ending is Ending.SUSPENDED
+    (after,) = new.functions.steps(handle)
+    assert after.ids == before.ids
+
+
+def test_a_wait_that_timed_out_and_was_taken_out_is_missed(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def body(run: Any) -> None:
+        with pytest.raises(SignalTimeout):
+            run.wait("paid", int, timeout=timedelta(0))
+        crash()
+
+    old.function("job", body)
+    handle = old.start("job")
+    assert old.execute(handle).ending is Ending.SUSPENDED
+    assert old.execute(handle).ending is Ending.INTERRUPTED
+    new.function("job", lambda run: None)
+    assert isinstance(new.execute(handle).exception, StepUnreached)
+
+
+def test_an_answer_that_failed_and_was_taken_out_is_missed(old_and_new: Versions) -> None:
+    old, new = old_and_new
+
+    def refuse(session: Any, number: int) -> int:
+        raise ZeroDivisionError
+
+    def body(run: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            run.answer("paid", refuse)
+        crash()
+
+    old.function("job", body)
+    handle = old.start("job")
+    old.signal(handle, "paid", 1)
+    assert old.execute(handle).ending is Ending.INTERRUPTED
+    new.function("job", lambda run: None)
+    assert isinstance(new.execute(handle).exception, StepUnreached)

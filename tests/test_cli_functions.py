@@ -61,6 +61,10 @@ def target(
         @functions.function("nothing")
         async def nothing(run: Any) -> None: ...
 
+        @functions.function("double")
+        async def double(run: Any, given: int) -> int:
+            return given * 2
+
     return f"{importable(monkeypatch, functions=functions)}:functions"
 
 

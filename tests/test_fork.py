@@ -10,6 +10,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Computed, Engine, ForeignKey, Identity, create_engine, func, select, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqla_durable import (
@@ -392,3 +393,23 @@ def test_a_listening_worker_is_told_of_a_fork_that_is_due(engine: Engine) -> Non
         finally:
             driver.invalidate()
         assert len(heard) == 1
+
+
+@pytest.mark.parametrize("verb", ["start", "start_many", "fork"])
+def test_a_key_does_not_hide_that_another_unique_index_is_violated(version: Version, engine: Engine, verb: str) -> None:
+    """One of the user's own: the run that is in the way there is not the one that the key stands for."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE UNIQUE INDEX only_once ON durable_run (note)"))
+    handle = done(version, three, note="mine")
+
+    def start_many() -> None:
+        with version.factory.begin() as session:
+            version.functions.start_many(session, "job", [Order(id=1)], key=lambda order: "k", note="mine")
+
+    calls = {
+        "start": lambda: version.start("job", Order(id=1), key="k", note="mine"),
+        "start_many": start_many,
+        "fork": lambda: version.fork(handle, from_step="b", key="k"),
+    }
+    with pytest.raises(IntegrityError, match="only_once"):
+        calls[verb]()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from pydantic import BaseModel
-from sqlalchemy import Engine, MetaData, text
-from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, sessionmaker
+from sqlalchemy import Engine, MetaData, select, text
+from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass, Session, scoped_session, sessionmaker
 
 from sqla_durable import (
     ConfigurationError,
@@ -24,6 +25,7 @@ from sqla_durable import (
     FunctionStatus,
     InputError,
     NestedStep,
+    NotAnswered,
     ReceiptMismatch,
     ReceiptMixin,
     Retry,
@@ -33,9 +35,10 @@ from sqla_durable import (
     RunNotFound,
     RunNotLanded,
     Runs,
+    UpdateTimeout,
     UsageError,
 )
-from tests.support import Plan, PlanStep
+from tests.support import DEADLINE, Background, Plan, PlanStep, wait_until_blocked
 from tests.support_functions import DurableRun, DurableStep, Order, Shipment, labels, made, runs, ship, tables, work
 
 
@@ -63,6 +66,29 @@ def test_a_worker_carries_it_out_and_the_result_comes_back_as_it_was_returned(
     work(functions)
     assert functions.result(handle) == Shipment(code="s-1")
     assert labels(engine) == ["ship 1"]
+
+
+def test_the_result_is_there_too_where_the_landing_had_to_wait_for_the_row(
+    functions: Functions[DurableRun], engine: Engine
+) -> None:
+    """Whoever has it locked is not passed by in the end: the run is landed by a statement that waits."""
+    locked, go = threading.Event(), threading.Event()
+
+    @functions.function("waits for its row")
+    def count(run: FunctionRun) -> int:
+        locked.set()
+        assert go.wait(DEADLINE)
+        return 7
+
+    handle = started(functions, count)
+    executing = Background(lambda: functions.execute(handle))
+    assert locked.wait(DEADLINE)
+    with engine.begin() as connection:
+        connection.execute(select(DurableRun.id).where(DurableRun.id == handle.id).with_for_update())
+        go.set()
+        wait_until_blocked(engine)
+    assert executing.result().status is FunctionStatus.DONE
+    assert functions.result(handle) == 7
 
 
 def test_the_decorated_function_stays_what_it_was(functions: Functions[DurableRun]) -> None:
@@ -258,6 +284,36 @@ def test_a_handle_is_a_value_that_can_be_rebuilt_from_the_key(functions: Functio
     assert functions.describe(handle.id).key == "order-1"
 
 
+def test_a_handle_is_rebuilt_from_the_id(functions: Functions[DurableRun]) -> None:
+    body = next(iter(functions._registry)).body
+    functions.function("other")(lambda run: None)
+    started_as = started(functions, body, Order(id=1), key="k")
+    handle = functions.handle(body, id=started_as.id)
+    work(functions)
+    assert functions.result(handle) == Shipment(code="s-1")
+    assert functions.describe(handle).handle == started_as
+    for timeout in (None, timedelta(0)):
+        with pytest.raises(UsageError, match=rf"the run {started_as.id} is one of function 'fulfil', not of 'other'"):
+            functions.result(FunctionHandle("other", started_as.id), timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "key= or as id="),
+        ({"key": "k", "id": UUID(int=1)}, "key= or as id="),
+        ({"id": UUID(int=1), "tenant": "north"}, "tenant= goes with key="),
+        ({"id": str(UUID(int=1))}, "no UUID; pass UUID"),
+        ({"key": 5}, "a key is a str"),
+    ],
+)
+def test_a_handle_that_could_stand_for_no_run_is_refused(
+    functions: Functions[DurableRun], arguments: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        functions.handle(next(iter(functions._registry)).body, **arguments)
+
+
 def test_what_a_handle_says_of_a_run_that_does_not_exist(functions: Functions[DurableRun]) -> None:
     for read in (functions.describe, functions.result, functions.wait):
         with pytest.raises(RunNotFound, match="fulfil"):
@@ -290,6 +346,22 @@ def test_describe_tells_the_progress_that_a_run_has_made(factory: sessionmaker[S
     assert not after.cancellable
 
 
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_what_a_run_has_published_goes_with_its_former_life(factory: sessionmaker[Session], all_at_once: bool) -> None:
+    functions: Functions[DurableRun] = Functions(factory, DurableRun, DurableStep)
+
+    @functions.function("publishes")
+    def publishes(run: FunctionRun) -> None:
+        run.publish({"row": 7})
+        raise ValueError
+
+    handle = started(functions, publishes)
+    work(functions)
+    assert functions.describe(handle).state == {"row": 7}
+    assert functions.requeue_all(everything=True) if all_at_once else functions.requeue(handle)
+    assert functions.describe(handle).state is None
+
+
 def test_state_is_not_published_from_within_a_step(factory: sessionmaker[Session]) -> None:
     functions: Functions[DurableRun] = Functions(factory, DurableRun, DurableStep)
 
@@ -310,6 +382,25 @@ def test_waiting_for_a_result_ends_with_the_timeout_and_the_run_goes_on(function
     assert isinstance(caught.value, TimeoutError)
     work(functions)
     assert functions.wait(handle) is FunctionStatus.DONE
+
+
+def test_what_has_not_come_in_time_says_of_which_run_and_what_to_do(functions: Functions[DurableRun]) -> None:
+    handle = started(functions, "fulfil", Order(id=1), key="k")
+    run = "the run with the key 'k' of function 'fulfil'"
+    with pytest.raises(
+        UpdateTimeout, match=rf"^update 'add': {run} is ready, and has not answered within 0:00:00\.05.*answer"
+    ):
+        functions.update(handle, "add", 1, timeout=timedelta(seconds=0.05))
+    with pytest.raises(RunNotLanded, match=rf"^{run} is ready still after 0:00:00\.050000; it goes on, and .*describe"):
+        functions.result(handle, timeout=timedelta(seconds=0.05))
+    with (
+        functions.session_factory() as session,
+        pytest.raises(RunNotLanded, match=rf"^{run} is ready still; .*without session="),
+    ):
+        functions.result(handle, session=session)
+    work(functions)
+    with pytest.raises(NotAnswered, match=rf"^update 'add': {run} has ended already"):
+        functions.update(handle, "add", 1, timeout=timedelta(seconds=1))
 
 
 def test_a_run_that_is_not_carried_out_is_cancelled_at_once(functions: Functions[DurableRun], engine: Engine) -> None:
@@ -338,6 +429,24 @@ def test_everything_may_be_read_in_the_callers_transaction(functions: Functions[
     work(functions)
     with functions.session_factory() as session:
         assert functions.result(handle, session=session) == Shipment(code="s-1")
+
+
+def test_a_scoped_session_serves_as_the_callers_session(functions: Functions[DurableRun]) -> None:
+    scoped = scoped_session(functions.session_factory)
+    handle = functions.start(scoped, "fulfil", Order(id=1))
+    many = functions.start_many(scoped, "fulfil", [Order(id=2), Order(id=3)])
+    assert functions.describe(handle, session=scoped).status is FunctionStatus.READY
+    assert functions.steps(handle, session=scoped) == ()
+    with pytest.raises(RunNotLanded):
+        functions.result(handle, session=scoped)
+    assert functions.signal(scoped, handle, "packed")
+    with pytest.raises(UsageError, match="no receipt"):
+        functions.fork(scoped, handle, from_step="ship")
+    assert functions.request_cancel(scoped, many[0])
+    assert functions.cancel_all(scoped, everything=True) == 2
+    scoped.commit()
+    scoped.remove()
+    assert functions.wait(handle) is FunctionStatus.CANCELLED
 
 
 def test_a_result_that_no_longer_decodes_says_so(functions: Functions[DurableRun], engine: Engine) -> None:
@@ -394,7 +503,7 @@ def test_a_body_that_could_not_be_called_is_refused(functions: Functions[Durable
 def test_a_coroutine_function_is_refused_with_where_it_belongs(functions: Functions[DurableRun]) -> None:
     async def body(run: Any) -> None: ...
 
-    with pytest.raises(UsageError, match="Async"):
+    with pytest.raises(ConfigurationError, match=r"'odd': .* declare it with AsyncFunctions"):
         functions.function("odd")(body)
 
 

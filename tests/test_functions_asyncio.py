@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import sessionmaker
 
 from sqla_durable import (
     ConfigurationError,
     Ending,
+    Functions,
     FunctionStatus,
     InputError,
     KeyConflict,
@@ -23,6 +26,7 @@ from sqla_durable import (
     RunFailed,
     RunNotFound,
     RunNotLanded,
+    UsageError,
 )
 from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncWorker
 from tests.support_functions import BUDGET, DurableRun, DurableStep, Order, Shipment, labels, runs, ship_async, tables
@@ -74,6 +78,7 @@ def test_a_worker_carries_it_out_and_every_verb_tells_the_same(engine: Engine) -
         assert [each.handle for each in await functions.find(key="k")] == [handle]
         body = next(iter(functions._registry)).body
         assert await functions.result(functions.handle(body, key="k", tenant="north")) == Shipment(code="s-1")
+        assert await functions.result(functions.handle(body, id=handle.id)) == Shipment(code="s-1")
         with pytest.raises(RunNotFound):
             await functions.describe(functions.handle(body, key="other"))
         assert (await functions.execute(handle)).replayed
@@ -96,6 +101,28 @@ def test_it_joins_the_callers_transaction_and_can_be_read_there(engine: Engine) 
 
     on(engine, test)
     assert runs(engine) == 0
+
+
+def test_an_async_scoped_session_serves_as_the_callers_session(engine: Engine) -> None:
+    async def test(functions: AsyncFunctions[DurableRun]) -> None:
+        scoped = async_scoped_session(functions.session_factory, asyncio.current_task)
+        handle = await functions.start(scoped, "fulfil", Order(id=1))
+        many = await functions.start_many(scoped, "fulfil", [Order(id=2), Order(id=3)])
+        assert (await functions.describe(handle, session=scoped)).status is FunctionStatus.READY
+        assert await functions.steps(handle, session=scoped) == ()
+        with pytest.raises(RunNotLanded):
+            await functions.result(handle, session=scoped)
+        with pytest.raises(ConfigurationError, match="signals"):
+            await functions.signal(scoped, handle, "packed")
+        with pytest.raises(UsageError, match="no receipt"):
+            await functions.fork(scoped, handle, from_step="ship")
+        assert await functions.request_cancel(scoped, many[0])
+        assert await functions.cancel_all(scoped, everything=True) == 2
+        await scoped.commit()
+        await scoped.remove()
+        assert await functions.wait(handle) is FunctionStatus.CANCELLED
+
+    on(engine, test)
 
 
 def test_keys_and_inputs_are_checked_as_in_the_other_form(engine: Engine) -> None:
@@ -179,3 +206,60 @@ def test_a_plain_function_is_refused_with_where_it_belongs(engine: Engine) -> No
             functions.function("plain")(lambda run: None)
 
     on(engine, test)
+
+
+class Called:
+    """An object that is called as a plain function is."""
+
+    def __call__(self, run: AsyncFunctionRun, order: Order) -> Shipment:
+        raise AssertionError
+
+
+class Awaited:
+    """An object that is called as a coroutine function is."""
+
+    async def __call__(self, run: AsyncFunctionRun, order: Order) -> Shipment:
+        return await run.step("ship", ship_async, order)
+
+
+async def ship_to(run: AsyncFunctionRun, order: Order, country: str) -> Shipment:
+    return Shipment(code=f"{country}-{order.id}")
+
+
+def no_coroutine(run: AsyncFunctionRun, order: Order, country: str) -> Shipment:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "body",
+    [Called(), partial(no_coroutine, country="de"), partial(Called()), partial(partial(no_coroutine), country="de")],
+    ids=["callable object", "partial", "partial of an object", "partial of a partial"],
+)
+def test_what_is_no_coroutine_function_is_refused_whatever_it_is_wrapped_in(engine: Engine, body: Any) -> None:
+    async def test(functions: AsyncFunctions[DurableRun]) -> None:
+        with pytest.raises(ConfigurationError, match=r"'plain': .* is no coroutine function; .* Functions"):
+            functions.function("plain")(body)
+
+    on(engine, test)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [(Awaited(), "s-1"), (partial(ship_to, country="de"), "de-1"), (partial(Awaited()), "s-1")],
+    ids=["callable object", "partial", "partial of an object"],
+)
+def test_what_is_a_coroutine_function_within_is_carried_out(engine: Engine, body: Any, code: str) -> None:
+    async def test(functions: AsyncFunctions[DurableRun]) -> None:
+        functions.function("wrapped")(body)
+        handle = await started(functions, body, Order(id=1))
+        await work(functions)
+        assert await functions.result(handle) == Shipment(code=code)
+
+    on(engine, test)
+
+
+@pytest.mark.parametrize("body", [Awaited(), partial(ship_to, country="de"), partial(Awaited())])
+def test_the_other_form_refuses_a_coroutine_function_whatever_it_is_wrapped_in(engine: Engine, body: Any) -> None:
+    functions = Functions(sessionmaker(engine), DurableRun, DurableStep)
+    with pytest.raises(ConfigurationError, match=r"'wrapped': .* is a coroutine function; .* AsyncFunctions"):
+        functions.function("wrapped")(body)

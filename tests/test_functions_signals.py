@@ -174,8 +174,9 @@ def test_functions_without_a_table_for_signals_say_what_to_declare(functions: Fu
     bare.function("waits")(lambda run: run.wait("x"))
     with bare.session_factory.begin() as session:
         handle = bare.start(session, "waits")
-        with pytest.raises(ConfigurationError, match="SignalMixin"):
+        with pytest.raises(ConfigurationError, match="SignalMixin") as refused:
             bare.signal(session, handle, "x")
+    assert "WaitMixin" not in str(refused.value), "FunctionMixin has it"
     work(bare)
     with pytest.raises(RunFailed, match="SignalMixin"):
         bare.result(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -81,6 +81,22 @@ def test_the_same_key_with_another_input_is_refused(functions: Functions[Durable
         with pytest.raises(KeyConflict, match="'k'"):
             functions.start_many(session, "fulfil", [Order(id=2)], key=lambda _: "k")
     assert runs(engine) == 1
+
+
+def test_a_key_conflict_says_of_which_run_and_function(functions: Functions[DurableRun]) -> None:
+    with functions.session_factory.begin() as session:
+        first = functions.start(session, "fulfil", Order(id=1), key="k")
+        for start in (
+            lambda: functions.start(session, "fulfil", Order(id=2), key="k"),
+            lambda: functions.start_many(session, "fulfil", [Order(id=2)], key=lambda _: "k"),
+        ):
+            with pytest.raises(KeyConflict) as caught:
+                start()
+            said = (
+                f"the key 'k' belongs to the run {first.id} of function 'fulfil', which was started with other values"
+            )
+            assert str(caught.value) == f"{said}; use a key for one payload only."
+            assert caught.value.identity == (first.id,)
 
 
 def test_a_run_that_has_ended_still_answers_to_its_key(functions: Functions[DurableRun]) -> None:
@@ -214,6 +230,39 @@ def test_a_time_without_a_time_zone_is_refused(functions: Functions[DurableRun])
             functions.start(session, "fulfil", Order(id=1), run_at=datetime(2026, 1, 1))
         with pytest.raises(UsageError, match="naive"):
             functions.start_many(session, "fulfil", [Order(id=1)], run_at=datetime(2026, 1, 1))
+
+
+@pytest.mark.parametrize("verb", ["start", "start_many", "fork"])
+@pytest.mark.parametrize(
+    ("when", "said"), [(datetime(2026, 1, 1), "is naive"), ("noon", "give an aware datetime")], ids=["naive", "text"]
+)
+def test_a_time_that_is_refused_is_called_what_the_caller_has_called_it(
+    functions: Functions[DurableRun], verb: str, when: Any, said: str
+) -> None:
+    with functions.session_factory() as session:
+        handle = functions.start(session, "fulfil", Order(id=1))
+        calls: dict[str, Callable[[], Any]] = {
+            "start": lambda: functions.start(session, "fulfil", Order(id=1), run_at=when),
+            "start_many": lambda: functions.start_many(session, "fulfil", [Order(id=1)], run_at=when),
+            "fork": lambda: functions.fork(session, handle, from_step="ship", run_at=when),
+        }
+        with pytest.raises(UsageError, match=rf"^run_at=.*{said}"):
+            calls[verb]()
+
+
+@pytest.mark.parametrize("verb", ["start", "start_many", "fork"])
+def test_when_it_is_due_is_said_in_one_way(functions: Functions[DurableRun], verb: str) -> None:
+    """It was left unheeded, and the run was due at once."""
+    values: Any = {"available_at": timedelta(hours=1)}
+    with functions.session_factory() as session:
+        handle = functions.start(session, "fulfil", Order(id=1))
+        calls: dict[str, Callable[[], Any]] = {
+            "start": lambda: functions.start(session, "fulfil", Order(id=1), **values),
+            "start_many": lambda: functions.start_many(session, "fulfil", [Order(id=1)], **values),
+            "fork": lambda: functions.fork(session, handle, from_step="ship", **values),
+        }
+        with pytest.raises(UsageError, match=r"available_at=.*run_at="):
+            calls[verb]()
 
 
 def test_a_higher_priority_is_carried_out_first(functions: Functions[DurableRun], engine: Engine) -> None:

@@ -16,7 +16,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Engine, create_engine, event, func, select, text, update
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import (
     ConfigurationError,
@@ -25,10 +25,11 @@ from sqla_durable import (
     LostLease,
     Rate,
     RetryableError,
+    Runs,
     StepTimeout,
     Worker,
 )
-from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions
+from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncRuns
 from sqla_durable.testing import lapse
 from tests.support import Background, eventually, wait_until_blocked
 from tests.support_limits import (
@@ -37,6 +38,7 @@ from tests.support_limits import (
     LimitedRun,
     LimitedStep,
     LimitsBase,
+    a_moment,
     all_land,
     claimed,
     declare,
@@ -239,6 +241,65 @@ def test_only_a_run_without_limits_is_resumed(engine: Engine, limits: Any, resum
     assert status_of(engine, stale.lease.identity) is expected
 
 
+def plain_runs(engine: Engine) -> Runs[LimitedRun]:
+    """The core's verbs on the table of functions."""
+    return Runs(sessionmaker(engine), LimitedRun, LimitedStep)
+
+
+@pytest.mark.parametrize("reap", [lambda runs, ident: runs.reap(), Runs.heal, Runs.get], ids=["reap", "heal", "get"])
+def test_a_run_that_the_cores_verbs_have_reaped_does_not_take_its_place_back(engine: Engine, reap: Any) -> None:
+    functions = limited(engine, ONE)
+    start(functions, "mail")
+    (stale,) = claimed(functions)
+    let_lapse(engine, stale.lease.identity)
+    assert reap(plain_runs(engine), stale.lease.identity)
+    with pytest.raises(LostLease):
+        stale.renew()
+    assert status_of(engine, stale.lease.identity) is FunctionStatus.READY
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        lambda runs, ident: runs.claim(ident),
+        lambda runs, ident: runs.claim_due(1),
+        lambda runs, ident: runs.execute(ident, a_moment),
+        lambda runs, ident: runs.handled_by(a_moment),
+    ],
+    ids=["claim", "claim_due", "execute", "handled_by"],
+)
+def test_the_cores_verbs_claim_no_run_of_a_function_past_its_limits(engine: Engine, claim: Any) -> None:
+    (handle,) = start(limited(engine, ONE), "mail")
+    with pytest.raises(ConfigurationError, match=r"LimitedRun .*Functions.execute\(\) or Worker\(functions\)"):
+        claim(plain_runs(engine), handle.id)
+    assert status_of(engine, handle.id) is FunctionStatus.READY
+
+
+def test_the_cores_verbs_over_asyncio_claim_none_either(engine: Engine) -> None:
+    (handle,) = start(limited(engine, ONE), "mail")
+
+    async def nothing(run: Any) -> None: ...
+
+    async def main() -> None:
+        async_engine = create_async_engine(engine.url)
+        runs = AsyncRuns(async_sessionmaker(async_engine), LimitedRun, LimitedStep)
+        for claim in (runs.claim(handle.id), runs.claim_due(1), runs.execute(handle.id, nothing)):
+            with pytest.raises(ConfigurationError, match="Functions"):
+                await claim
+        with pytest.raises(ConfigurationError, match="Functions"):
+            runs.handled_by(nothing)
+        await async_engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_the_cores_purge_keeps_the_runs_that_say_how_full_a_bucket_is(engine: Engine) -> None:
+    functions = limited(engine, {"mail": {"rate": Rate(1, DAY)}})
+    (handle,) = start(functions, "mail")
+    assert functions.execute(handle).ending is Ending.LANDED
+    assert plain_runs(engine).purge(timedelta(0)) == 0
+
+
 def test_a_run_that_waits_for_its_next_attempt_has_no_place(engine: Engine) -> None:
     functions = limited(engine, ONE)
     start(functions, "mail", 2)
@@ -282,6 +343,41 @@ def test_a_run_whose_function_is_at_its_limit_cannot_be_claimed_by_its_key(engin
     assert (outcome.ending, outcome.status) == (Ending.NOT_CLAIMABLE, FunctionStatus.READY)
     holder.finish({})
     assert functions.execute(left).ending is Ending.LANDED
+
+
+@pytest.mark.parametrize(
+    ("options", "declared"),
+    [
+        ({}, {"mail": {"concurrency": 2}, "bill": {}}),
+        ({}, {"mail": {"concurrency_per_tenant": 2}, "bill": {}}),
+        ({"concurrency_per_tenant": 2}, {"mail": {}, "bill": {}}),
+    ],
+    ids=["function", "tenant of a function", "tenant of all"],
+)
+def test_a_claim_by_key_takes_the_place_of_a_holder_that_is_dead(engine: Engine, options: Any, declared: Any) -> None:
+    functions = limited(engine, declared, **options)
+    other = "bill" if options else "mail"
+    dead = [start(functions, name, tenant="north")[0].id for name in ("mail", other)]
+    elsewhere = start(functions, "bill", tenant="south")[0].id
+    assert len(claimed(functions)) == 3
+    wanted = start(functions, "mail", tenant="north")[0]
+    assert functions.execute(wanted).ending is Ending.NOT_CLAIMABLE
+    let_lapse(engine, dead[1], elsewhere)
+    assert functions.execute(wanted).ending is Ending.LANDED
+    assert [status_of(engine, ident) for ident in (*dead, elsewhere)] == [
+        FunctionStatus.RUNNING,
+        FunctionStatus.READY,
+        FunctionStatus.RUNNING,  # holds nothing that is wanted here, and so is left to a worker
+    ]
+
+
+def test_a_claim_by_key_reaps_none_where_it_has_a_place(engine: Engine) -> None:
+    functions = limited(engine, {"mail": {"concurrency": 2}})
+    start(functions, "mail")
+    (stale,) = claimed(functions)
+    let_lapse(engine, stale.lease.identity)
+    assert functions.execute(start(functions, "mail")[0]).ending is Ending.LANDED
+    assert status_of(engine, stale.lease.identity) is FunctionStatus.RUNNING
 
 
 def test_a_claim_by_key_waits_for_its_row_without_making_others_wait(engine: Engine) -> None:

@@ -306,7 +306,8 @@ def test_a_cursor_is_a_word_for_a_command_line(plans: Runs[Plan], session_factor
     ("asked", "said"),
     [
         ({"status": JobStatus.FAILED}, "is not a status of .*PlanStatus"),
-        ({"status": ["failed"]}, "pass a member of PlanStatus"),
+        ({"status": ["failed"]}, r"pass a member of PlanStatus, PlanStatus\.FAILED\.$"),
+        ({"status": "gone"}, r"pass a member of PlanStatus\.$"),
         ({"status": "failed"}, "pass a member of PlanStatus"),
         ({"older_than": timedelta(seconds=-1)}, "older_than=.*from 0 to"),
         ({"newer_than": timedelta(days=100_000)}, "newer_than=.*from 0 to"),

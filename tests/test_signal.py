@@ -204,10 +204,12 @@ def test_a_sender_that_comes_while_a_run_is_parked_waits_for_that_and_wakes_it(
     waits, lease = run.holder.steps.waits, run.lease
     with orders.session_factory.begin() as session:
         connection = session.connection()
-        parameters = waits.store.parameters(lease, step="paid", name="paid", effect="signal", timeout=None)
+        parameters = waits.store.parameters(
+            lease, step="paid", name="paid", effect="signal", timeout=None, input_fingerprint=None
+        )
         assert waits._locks.first(connection, parameters) is not None
         sending = blocked(engine, lambda: send(orders, ident, "paid", 7))
-        assert not waits._looks.first(connection, parameters).there
+        assert waits._looks.first(connection, parameters).id is None
         connection.execute(waits._parks, {**parameters, **waits._key(lease)}).one()
     sending.result()
     assert of_order(engine, ident).due
@@ -371,6 +373,22 @@ def test_a_requeued_run_waits_anew(orders: Runs[Order], ident: Any, engine: Engi
     pass_time(orders, ident)
     orders.execute(ident, wait_an_hour)
     assert orders.requeue(ident)
+    assert orders.execute(ident, wait_an_hour).ending is Ending.SUSPENDED
+    assert not of_order(engine, ident).due
+
+
+@pytest.mark.parametrize("verb", ["requeue", "requeue_all"])
+def test_a_run_that_is_requeued_while_its_time_runs_waits_anew(
+    orders: Runs[Order], ident: Any, engine: Engine, verb: str
+) -> None:
+    """It was cancelled while it waited; the time that was left of that wait is over by then."""
+    orders.execute(ident, wait_an_hour)
+    pass_time(orders, ident)
+    with orders.session_factory.begin() as session:
+        assert orders.request_cancel(session, ident)
+    assert of_order(engine, ident).status is PlanStatus.CANCELLED
+    assert orders.requeue(ident) if verb == "requeue" else orders.requeue_all(everything=True) == 1
+    assert orders.receipts(ident) == ()
     assert orders.execute(ident, wait_an_hour).ending is Ending.SUSPENDED
     assert not of_order(engine, ident).due
 

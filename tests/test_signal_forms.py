@@ -142,7 +142,7 @@ def wire(engine: Engine) -> Iterator[Wire]:
     wire.close()
 
 
-def test_a_signal_a_wait_that_finds_one_and_a_sleep_each_cost_one_round_trip(
+def test_a_signal_and_a_sleep_cost_one_round_trip_and_a_wait_that_finds_a_signal_two(
     engine: Engine, wire: Wire, session_factory: sessionmaker[Session]
 ) -> None:
     make_tables(engine)
@@ -190,7 +190,7 @@ def test_a_signal_a_wait_that_finds_one_and_a_sleep_each_cost_one_round_trip(
     step = BEGIN + 2 * STATEMENT + COMMIT
     assert costs == {
         "signal": STATEMENT,
-        "wait with a signal there": STATEMENT,
+        "wait with a signal there": 2 * STATEMENT,
         "parked wait": STATEMENT + BEGIN + 3 * STATEMENT + COMMIT,
         "replayed wait": 0,
         "answer with a signal there": step + 2 * STATEMENT,

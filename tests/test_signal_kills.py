@@ -21,6 +21,7 @@ from tests.support_processes import Program
 from tests.support_signals import (
     Line,
     Order,
+    OrderSignal,
     OrderStep,
     lines,
     make_tables,
@@ -117,6 +118,33 @@ def test_an_order_that_is_killed_at_any_point_takes_each_signal_once(ground: Gro
         except AssertionError as error:
             error.add_note(f"killed at point {point} of {len(points)}, {label!r}")
             raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["sync", "async"])
+def test_whoever_is_killed_at_a_payload_of_another_type_has_not_consumed_it(ground: Ground, form: str) -> None:
+    """The one that is right, sent in place of it, is taken as if it had been the first."""
+
+    def wrongly_paid() -> UUID:
+        ident = ground.new()
+        ground.until(ident, ROUNDS.index("nothing"))
+        send(ground.orders, ident, "paid", "seven")
+        return ident
+
+    points, ending = ground.killed(form, wrongly_paid(), None)
+    assert ending == Ending.LANDED.value
+    for point, label in enumerate(points):
+        ident = wrongly_paid()
+        ground.killed(form, ident, point)
+        said = f"killed at point {point} of {len(points)}, {label!r}"
+        assert taken(ground.engine, ident) == [("paid", "seven", None)], said
+        assert ground.orders.receipts(ident) == (), said
+        with ground.engine.begin() as connection:
+            connection.execute(delete(OrderSignal).where(OrderSignal.order_id == ident))  # type: ignore[attr-defined]
+        ground.orders.requeue(ident)
+        send(ground.orders, ident, "paid", 7)
+        ground.finish(ident, ROUNDS.index("paid"))
+        check_the_end(ground, ident)
 
 
 def check_the_dead(ground: Ground, ident: UUID) -> None:

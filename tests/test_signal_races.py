@@ -82,7 +82,9 @@ def test_a_takeover_waits_for_a_parking_that_has_the_lock_and_then_finds_a_run_t
         lapse(session, Order, ident)
     with orders.session_factory.begin() as session:
         connection = session.connection()
-        parameters = waits.store.parameters(first.lease, step="paid", name="paid", effect="signal", timeout=None)
+        parameters = waits.store.parameters(
+            first.lease, step="paid", name="paid", effect="signal", timeout=None, input_fingerprint=None
+        )
         assert waits._locks.first(connection, parameters) is not None
         claiming = blocked(engine, lambda: orders.claim(ident, run_now=True))
         connection.execute(waits._parks, {**parameters, **waits._key(first.lease)}).one()
@@ -190,7 +192,9 @@ def test_a_sender_whose_snapshot_is_older_than_the_parking_is_told_to_retry(
     waits = run.holder.steps.waits
     with orders.session_factory.begin() as session:
         connection = session.connection()
-        parameters = waits.store.parameters(run.lease, step="paid", name="paid", effect="signal", timeout=None)
+        parameters = waits.store.parameters(
+            run.lease, step="paid", name="paid", effect="signal", timeout=None, input_fingerprint=None
+        )
         waits._locks.first(connection, parameters)
 
         def sending() -> None:

@@ -75,7 +75,7 @@ def test_a_run_that_was_started_is_an_ordinary_object_of_the_session(store: Shop
 
 def test_a_scoped_session_will_do(store: Shop) -> None:
     registry = scoped_session(store.factory)
-    order = store.orders.start(registry, key="a")  # type: ignore[arg-type]
+    order = store.orders.start(registry, key="a")
     registry.commit()
     assert store.orders.get(order.id) is not None
     registry.remove()

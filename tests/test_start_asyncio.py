@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import inspect, select
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 
 from sqla_durable import KeyConflict, RunInFlight, TransactionConflict, UsageError
-from sqla_durable.asyncio import AsyncRun, AsyncRuns
+from sqla_durable.asyncio import AsyncRun, AsyncRuns, transition
 from tests.support import wait_until_blocked
-from tests.support_models import JobStatus
+from tests.support_models import JobStatus, jobs
 from tests.support_start import Customer, Order, OrderStep, Shop, shop
 
 Work = Callable[[AsyncRuns[Order], async_sessionmaker[AsyncSession]], Awaitable[Any]]
@@ -73,6 +73,26 @@ def test_replays_conflicts_and_groups(store: Shop, empty_url: str, options: dict
 
     carried_out(empty_url, work, **options)
     assert store.count() == 1
+
+
+def test_an_async_scoped_session_serves_as_the_callers_session(store: Shop, empty_url: str) -> None:
+    async def work(orders: AsyncRuns[Order], factory: async_sessionmaker[AsyncSession]) -> None:
+        scoped = async_scoped_session(factory, asyncio.current_task)
+        order = await orders.start(scoped, status=JobStatus.READY)
+        ident, waiting = order.id, await orders.start(scoped)
+        assert await transition(jobs, scoped, waiting, JobStatus.READY)
+        await scoped.commit()
+        run = await orders.claim(ident)
+        assert run is not None
+        await orders.fence(scoped, run.lease)
+        await orders.record(scoped, run.lease, "own", 1)
+        assert not await orders.attach_ids(scoped, ident, "send", 1)
+        assert not await orders.never_issued(scoped, ident, "send")
+        await scoped.commit()
+        await scoped.remove()
+        assert [receipt.step for receipt in await orders.receipts(ident)] == ["own"]
+
+    carried_out(empty_url, work)
 
 
 def test_a_rollback_takes_the_run_away(store: Shop, empty_url: str) -> None:

@@ -18,7 +18,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sqla_durable import ConfigurationError, DurableError, Ending, Functions, Run, Runs, Worker
 from sqla_durable.asyncio import AsyncFunctions, AsyncRun, AsyncRuns, AsyncWorker
+from sqla_durable.asyncio import worker as async_worker
 from sqla_durable.claims import Claims
+from sqla_durable.room import Room, Wake
 from tests.support import (
     DEADLINE,
     Background,
@@ -77,7 +79,7 @@ class Gauge:
         if in_thread(run):
             time.sleep(0.02)
         else:
-            run.wait(asyncio.sleep(0.02))
+            run.awaits(asyncio.sleep(0.02))
         with self._lock:
             self._now -= 1
 
@@ -112,7 +114,7 @@ def test_one_form_has_every_slot_where_the_other_has_nothing_to_do(
         if in_thread(run):
             all_at_once.wait()
         else:
-            run.wait(asyncio.to_thread(all_at_once.wait))
+            run.awaits(asyncio.to_thread(all_at_once.wait))
         wait_for(go, run)
 
     with working(MIXED, engine, patients_by(carry_out), plans_by(carry_out), concurrency=4):
@@ -255,7 +257,23 @@ def test_a_claim_for_threads_that_waits_for_the_database_does_not_block_the_loop
     assert Background(lambda: asyncio.run(main())).result() < 0.3
 
 
-def test_notifications_of_either_engine_wake_it_up(engine: Engine, session_factory: sessionmaker[Session]) -> None:
+def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How often each form has looked for what is due, by whether it is the asyncio form."""
+    looks: Counter[bool] = Counter()
+    due = Claims.due
+
+    def counting(claims: Claims[Any], limit: int) -> Any:
+        found = due(claims, limit)
+        looks[claims.store.sessions.is_async] += 1
+        return found
+
+    monkeypatch.setattr(Claims, "due", counting)
+    return looks
+
+
+def test_notifications_of_either_engine_wake_it_up(
+    engine: Engine, session_factory: sessionmaker[Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_jobs(engine, Patient, 0)
     query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^LISTEN'")
 
@@ -267,10 +285,15 @@ def test_notifications_of_either_engine_wake_it_up(engine: Engine, session_facto
         with engine.begin() as connection:
             connection.execute(text("SELECT pg_notify('sqla_durable', :table)"), {"table": table})
 
+    looks = counted_looks(monkeypatch)
     handler = patients_by(lambda run: None), plans_by(lambda run: None)
     with working(MIXED, engine, *handler, listen=True, poll=HOUR):
         eventually(lambda: listeners() == 2, "a listener for each engine")
-        time.sleep(0.2)  # each looks once more, right after it began to listen
+        # So that it is not found by the look right after it began to listen.
+        before = looks.copy()
+        notify("patient")
+        notify("plan")
+        eventually(lambda: all(looks[form] > before[form] for form in (False, True)), "another look for each form")
         add_jobs(engine, Patient, 1)
         notify("patient")
         eventually(done(engine, threads=1, tasks=0), "the run in a thread")
@@ -334,6 +357,45 @@ def test_functions_of_both_forms_in_the_same_tables_are_given_to_one_worker(engi
     assert Worker(functions, **QUICK).run_due(BUDGET) == Counter({Ending.LANDED: 1})
     assert functions.result(handle).endswith(" 3")
     sync_engine.dispose()
+
+
+def test_a_form_that_has_found_nothing_before_the_other_has_begun_waits_for_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was due for the other form was left, and the call returned as if there had been nothing."""
+    tables(engine)
+    async_engine = create_async_engine(engine.url)
+    functions: Functions[DurableRun] = Functions(sessionmaker(engine), DurableRun, DurableStep)
+    coroutines: AsyncFunctions[DurableRun] = AsyncFunctions(async_sessionmaker(async_engine), DurableRun, DurableStep)
+
+    @functions.function("in-thread")
+    def in_a_thread(run: Any) -> None: ...
+
+    @coroutines.function("in-task")
+    async def in_a_task(run: Any) -> None: ...
+
+    in_thread = async_worker._in_thread
+
+    def in_thread_first(work: Callable[[], None]) -> asyncio.Future[None]:
+        returned = threading.Event()
+
+        def do() -> None:
+            work()
+            returned.set()
+
+        ended = in_thread(do)
+        returned.wait(timeout=0.5)
+        return ended
+
+    async def main() -> Counter[Ending]:
+        async with coroutines.session_factory.begin() as session:
+            await coroutines.start(session, in_a_task)
+        monkeypatch.setattr(async_worker, "_in_thread", in_thread_first)
+        endings = await AsyncWorker(functions, coroutines).run_due(BUDGET)
+        await async_engine.dispose()
+        return endings
+
+    assert Background(lambda: asyncio.run(main())).result() == Counter({Ending.LANDED: 1})
 
 
 # faults
@@ -409,7 +471,7 @@ def stuck(go: threading.Event) -> tuple[Callable[[Any], None], threading.Semapho
 
 
 def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
-    engine: Engine, session_factory: sessionmaker[Session]
+    engine: Engine, session_factory: sessionmaker[Session], caplog: pytest.LogCaptureFixture
 ) -> None:
     add_jobs(engine, Patient, 2)
     for _ in range(2):
@@ -420,10 +482,11 @@ def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
     background = Background(crew.run)
     for _ in range(4):
         assert under_way.acquire(timeout=DEADLINE)
-    crew.stop()
+    with caplog.at_level(logging.INFO, "sqla_durable.worker"):
+        crew.stop()
+        eventually(lambda: caplog.messages.count("draining: 2 run(s) under way") == 2, "both forms to claim no more")
     add_jobs(engine, Patient, 1)
     later = approved_plan(session_factory)
-    time.sleep(0.2)  # in which it would have polled
     assert background.is_alive()
     go.set()
     background.result()
@@ -581,10 +644,37 @@ def told(run: Any) -> Callable[[], None]:
 HEARTBEATS: dict[Any, Any] = {}
 
 
+def noted_slots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many slots a worker has found free, each time it looked."""
+    found: list[int] = []
+    free = Room.free
+
+    def noting(room: Room, share: Any) -> int:
+        found.append(free(room, share))
+        return found[-1]
+
+    monkeypatch.setattr(Room, "free", noting)
+    return found
+
+
+def look_again(worker: Any, found: list[int]) -> None:
+    """Wake a worker that waits for a free slot, and return when it has looked at what is free since."""
+    for _ in range(2):  # the first may have been under way
+        before = len(found)
+        for share in worker._room._shares:
+            share.wake(Wake.DUE)
+        eventually(lambda before=before: len(found) > before, "another look")
+
+
 @pytest.mark.parametrize("kind", [Worker, AsyncWorker])
 def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
-    engine: Engine, session_factory: sessionmaker[Session], kind: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    session_factory: sessionmaker[Session],
+    kind: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    free = noted_slots(monkeypatch)
     blocked = approved_plan(session_factory, note="blocks")
     blocking: list[Run[Plan]] = []
     go, returned = threading.Event(), threading.Event()
@@ -609,11 +699,14 @@ def test_a_blocked_handler_whose_run_has_been_landed_gives_its_slot_up(
     background = Background(worker.run if kind is Worker else lambda: asyncio.run(worker.run()))
     eventually(lambda: blocking, "the blocked handler")
     others = [approved_plan(session_factory) for _ in range(3)]
-    time.sleep(0.2)
+    free.clear()
+    look_again(worker, free)
+    assert set(free) == {0}, "there is no slot for them"
     assert {column(engine, ident, "attempts") for ident in others} == {0}, "there is no slot for them"
 
     told(blocking[0])()  # the lease is lost, or the run is to be cancelled: it may still write how it ended
-    time.sleep(0.2)
+    look_again(worker, free)
+    assert set(free) == {0}, "that does not end the handler"
     assert {column(engine, ident, "attempts") for ident in others} == {0}, "that does not end the handler"
 
     with caplog.at_level(logging.INFO, "sqla_durable.worker"):

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.util import greenlet_spawn
 from typing_extensions import TypeVar as DefaultingTypeVar
 
 from sqla_durable.asyncio.carrying import carry_out, work_of
-from sqla_durable.asyncio.sessions import AsyncSessions
+from sqla_durable.asyncio.sessions import AnyAsyncSession, AsyncSessions, unproxied
 from sqla_durable.asyncio.stepping import AsyncStepping
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import AsyncWork
-from sqla_durable.exc import ConfigurationError
 from sqla_durable.execution import Outcome
 from sqla_durable.functions.definition import LONGEST_BY_DEFAULT, Aliases, Registry, refuse_name
-from sqla_durable.functions.functions import NO_INPUT, When
+from sqla_durable.functions.function_run import FunctionRun
+from sqla_durable.functions.functions import NO_INPUT, Functions, When
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.limits import Rate
 from sqla_durable.functions.model import FunctionMixin, FunctionStatus, FunctionT
@@ -79,7 +78,7 @@ class AsyncFunctions(Generic[FunctionT]):
         owner: str | None = None,
         concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("AsyncFunctions", concurrency_per_tenant)
+        self._registry = Registry(concurrency_per_tenant, coroutines=True)
         self._verbs = FunctionVerbs(AsyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -112,11 +111,6 @@ class AsyncFunctions(Generic[FunctionT]):
         def register(
             body: Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]],
         ) -> Callable[Concatenate[AsyncFunctionRun[Any], P], Awaitable[OutputT]]:
-            if not inspect.iscoroutinefunction(body) and inspect.isfunction(body):
-                raise ConfigurationError(
-                    f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with "
-                    "Functions, which the same worker can carry out."
-                )
             self._registry.add(
                 name,
                 body,
@@ -132,10 +126,14 @@ class AsyncFunctions(Generic[FunctionT]):
 
         return register
 
+    def include(self, other: Functions[FunctionT] | AsyncFunctions[FunctionT], /) -> None:
+        """Know the functions of others on the same tables, too. See :meth:`.Functions.include`."""
+        self._verbs.include(other)
+
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any]], Awaitable[OutputT]],
         /,
         *,
@@ -149,7 +147,7 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
         given: InputT,
         /,
@@ -164,7 +162,36 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any]], OutputT],
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    async def start(
+        self,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any], InputT], OutputT],
+        given: InputT,
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    async def start(
+        self,
+        session: AnyAsyncSession,
         function: str,
         given: object = ...,
         /,
@@ -178,7 +205,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def start(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[..., Any] | str,
         given: object = NO_INPUT,
         /,
@@ -191,13 +218,13 @@ class AsyncFunctions(Generic[FunctionT]):
     ) -> FunctionHandle[Any]:
         """Start a run of a function in the caller's transaction. See :meth:`.Functions.start`."""
         inputs = () if given is NO_INPUT else (given,)
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
-        return await session.run_sync(self._verbs.start_function, function, inputs, key, values)
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
+        return await unproxied(session).run_sync(self._verbs.start_function, function, inputs, key, values)
 
     @overload
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[[AsyncFunctionRun[Any], InputT], Awaitable[OutputT]],
         inputs: Iterable[InputT],
         /,
@@ -212,7 +239,22 @@ class AsyncFunctions(Generic[FunctionT]):
     @overload
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
+        function: Callable[[FunctionRun[Any], InputT], OutputT],
+        inputs: Iterable[InputT],
+        /,
+        *,
+        key: Callable[[InputT], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[OutputT]]: ...
+
+    @overload
+    async def start_many(
+        self,
+        session: AnyAsyncSession,
         function: str,
         inputs: Iterable[Any],
         /,
@@ -226,7 +268,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def start_many(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         function: Callable[..., Any] | str,
         inputs: Iterable[Any],
         /,
@@ -240,13 +282,13 @@ class AsyncFunctions(Generic[FunctionT]):
         """Start a run for each input, in the caller's transaction. See :meth:`.Functions.start_many`."""
         every = list(inputs)
         keys = None if key is None else [key(each) for each in every]
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         given = [(each,) for each in every]
-        return await session.run_sync(self._verbs.start_many, function, given, keys, values)
+        return await unproxied(session).run_sync(self._verbs.start_many, function, given, keys, values)
 
     async def signal(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         handle: FunctionHandle[Any] | UUID,
         name: str,
         payload: object = None,
@@ -254,7 +296,7 @@ class AsyncFunctions(Generic[FunctionT]):
         type_: Any = Any,
     ) -> bool:
         """Send a signal to a run, in the caller's transaction. See :meth:`.Functions.signal`."""
-        return await session.run_sync(self._verbs.signal, handle, name, payload, type_)
+        return await unproxied(session).run_sync(self._verbs.signal, handle, name, payload, type_)
 
     @overload
     async def update(
@@ -293,9 +335,9 @@ class AsyncFunctions(Generic[FunctionT]):
         """Send a signal, and return what the run replies. See :meth:`.Functions.update`."""
         return await greenlet_spawn(self._verbs.update, handle, name, payload, type_, returns, timeout)
 
-    async def request_cancel(self, session: AsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
+    async def request_cancel(self, session: AnyAsyncSession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Functions.request_cancel`."""
-        return await session.run_sync(self._verbs.cancel_function, handle)
+        return await unproxied(session).run_sync(self._verbs.cancel_function, handle)
 
     def decode_input(self, function: Callable[..., Any] | str, value: object) -> Any:
         """Return a JSON value as the input that a function takes. See :meth:`.Functions.decode_input`."""
@@ -303,7 +345,7 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def fork(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         handle: FunctionHandle[OutputT],
         /,
         *,
@@ -314,23 +356,45 @@ class AsyncFunctions(Generic[FunctionT]):
         **values: Any,
     ) -> FunctionHandle[OutputT]:
         """Start a new run from a step of another one, in the caller's transaction. See :meth:`.Functions.fork`."""
-        values |= {"available_at": run_at, "priority": priority}
-        return await session.run_sync(self._verbs.fork, handle, from_step, key, values)
+        values |= {"run_at": run_at, "priority": priority}
+        return await unproxied(session).run_sync(self._verbs.fork, handle, from_step, key, values)
 
+    @overload
     def handle(
         self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
-    ) -> FunctionHandle[OutputT]:
-        """Rebuild a handle from the key that a run was started with; nothing is read."""
-        return self._verbs.handle(function, key, tenant)
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(self, function: Callable[..., Awaitable[OutputT]], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(
+        self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(self, function: Callable[..., OutputT], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    def handle(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        key: str | None = None,
+        tenant: str | None = None,
+        id: UUID | None = None,  # noqa: A002 - as the handle calls it
+    ) -> FunctionHandle[Any]:
+        """Rebuild a handle from the key that a run was started with, or from its id. See :meth:`.Functions.handle`."""
+        return self._verbs.handle(function, key, tenant, id)
 
     async def describe(
-        self, handle: FunctionHandle[Any] | UUID, *, session: AsyncSession | None = None
+        self, handle: FunctionHandle[Any] | UUID, *, session: AnyAsyncSession | None = None
     ) -> FunctionSummary:
         """Read how a run stands. See :meth:`.Functions.describe`."""
         return await greenlet_spawn(self._verbs.describe_function, handle, _sync(session))
 
     async def steps(
-        self, handle: FunctionHandle[Any] | UUID, *, session: AsyncSession | None = None
+        self, handle: FunctionHandle[Any] | UUID, *, session: AnyAsyncSession | None = None
     ) -> tuple[Receipt, ...]:
         """Read the receipts of a run in the order they were recorded. See :meth:`.Functions.steps`."""
         return await greenlet_spawn(self._verbs.steps_of, handle, _sync(session))
@@ -346,7 +410,7 @@ class AsyncFunctions(Generic[FunctionT]):
         handle: FunctionHandle[OutputT],
         *,
         timeout: timedelta | None = None,
-        session: AsyncSession | None = None,
+        session: AnyAsyncSession | None = None,
     ) -> OutputT:
         """Return what a run has returned, having waited for it to land. See :meth:`.Functions.result`."""
         output: OutputT = await greenlet_spawn(self._verbs.result, handle, timeout, _sync(session))
@@ -401,14 +465,14 @@ class AsyncFunctions(Generic[FunctionT]):
 
     async def cancel_all(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         *,
         limit: int | None = None,
         everything: bool = False,
         **conditions: Unpack[FunctionConditions],
     ) -> int:
         """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Functions.cancel_all`."""
-        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+        return await unproxied(session).run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
 
     async def reap(self, limit: int = 100) -> int:
         """Heal up to ``limit`` lapsed runs. See :meth:`.Functions.reap`."""
@@ -443,5 +507,5 @@ class AsyncFunctions(Generic[FunctionT]):
         await greenlet_spawn(self._verbs.returned, run.holder, definition, result)
 
 
-def _sync(session: AsyncSession | None) -> Any:
-    return None if session is None else session.sync_session
+def _sync(session: AnyAsyncSession | None) -> Any:
+    return None if session is None else unproxied(session).sync_session

@@ -12,11 +12,11 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import ColumnElement
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.util import greenlet_spawn
 
 from sqla_durable.asyncio.carrying import carry_out, work_of
-from sqla_durable.asyncio.sessions import AsyncSessions
+from sqla_durable.asyncio.sessions import AnyAsyncSession, AsyncSessions, unproxied
 from sqla_durable.asyncio.stepping import AsyncStepping
 from sqla_durable.dispatch import AsyncWork
 from sqla_durable.execution import Outcome
@@ -202,14 +202,14 @@ class AsyncRuns(Generic[RunT]):
 
     async def cancel_all(
         self,
-        session: AsyncSession,
+        session: AnyAsyncSession,
         *,
         limit: int | None = None,
         everything: bool = False,
         **conditions: Unpack[RunConditions],
     ) -> int:
         """Ask, in the caller's transaction, for many runs to be cancelled. See :meth:`.Runs.cancel_all`."""
-        return await session.run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
+        return await unproxied(session).run_sync(self._verbs.bulk.cancel, limit, conditions, everything=everything)
 
     @overload
     async def update(
@@ -235,43 +235,43 @@ class AsyncRuns(Generic[RunT]):
         return await greenlet_spawn(self._verbs.sending.update, ident, name, payload, type_, returns, timeout)
 
     async def signal(
-        self, session: AsyncSession, ident: object, name: str, payload: object = None, *, type_: Any = Any
+        self, session: AnyAsyncSession, ident: object, name: str, payload: object = None, *, type_: Any = Any
     ) -> bool:
         """Send a signal to a run, in the caller's transaction. See :meth:`.Runs.signal`."""
-        return await session.run_sync(self._verbs.sending.signal, ident, name, payload, type_)
+        return await unproxied(session).run_sync(self._verbs.sending.signal, ident, name, payload, type_)
 
-    async def start(self, session: AsyncSession, /, *, key: str | None = None, **values: Any) -> RunT:
+    async def start(self, session: AnyAsyncSession, /, *, key: str | None = None, **values: Any) -> RunT:
         """Start a run in the caller's transaction. See :meth:`.Runs.start`."""
-        return await session.run_sync(self._verbs.start, key, values)
+        return await unproxied(session).run_sync(self._verbs.start, key, values)
 
-    async def request_cancel(self, session: AsyncSession, ident: object) -> bool:
+    async def request_cancel(self, session: AnyAsyncSession, ident: object) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled. See :meth:`.Runs.request_cancel`."""
-        return await session.run_sync(self._verbs.request_cancel, ident)
+        return await unproxied(session).run_sync(self._verbs.request_cancel, ident)
 
-    async def fence(self, session: AsyncSession, lease: Lease) -> None:
+    async def fence(self, session: AnyAsyncSession, lease: Lease) -> None:
         """Lock the run in the caller's transaction and check the fence. See :meth:`.Runs.fence`."""
-        await session.run_sync(self._verbs.fence, lease)
+        await unproxied(session).run_sync(self._verbs.fence, lease)
 
     async def record(
-        self, session: AsyncSession, lease: Lease, key: str | int, result: object, *, type_: Any = Any
+        self, session: AnyAsyncSession, lease: Lease, key: str | int, result: object, *, type_: Any = Any
     ) -> None:
         """Write a step's receipt in the caller's transaction. See :meth:`.Runs.record`."""
-        await session.run_sync(self._verbs.record, lease, key, result, type_)
+        await unproxied(session).run_sync(self._verbs.record, lease, key, result, type_)
 
     async def attach_ids(
-        self, session: AsyncSession, ident: object, key: str | int, ids: object, *, type_: Any = Any
+        self, session: AnyAsyncSession, ident: object, key: str | int, ids: object, *, type_: Any = Any
     ) -> bool:
         """Say by which ids the service knows an operation. See :meth:`.Runs.attach_ids`."""
-        return await session.run_sync(self._verbs.attach_ids, ident, key, ids, type_)
+        return await unproxied(session).run_sync(self._verbs.attach_ids, ident, key, ids, type_)
 
-    async def never_issued(self, session: AsyncSession, ident: object, key: str | int) -> bool:
+    async def never_issued(self, session: AnyAsyncSession, ident: object, key: str | int) -> bool:
         """Allow an operation to be issued anew. See :meth:`.Runs.never_issued`."""
-        return await session.run_sync(self._verbs.never_issued, ident, key)
+        return await unproxied(session).run_sync(self._verbs.never_issued, ident, key)
 
 
 async def transition(
     machine: StatusMachine[StatusT],
-    session: AsyncSession,
+    session: AnyAsyncSession,
     run_or_ident: object,
     to: StatusT,
     *,
@@ -280,6 +280,6 @@ async def transition(
     values: Mapping[str, Any] | None = None,
 ) -> bool:
     """Move one row along an edge of its machine. See :meth:`.StatusMachine.transition`."""
-    return await session.run_sync(
+    return await unproxied(session).run_sync(
         lambda session: machine.transition(session, run_or_ident, to, from_=from_, where=where, values=values)
     )

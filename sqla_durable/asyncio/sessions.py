@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import Engine
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only, greenlet_spawn
 
@@ -20,6 +20,15 @@ from sqla_durable.session import StepSession, step_session_class
 
 ResultT = TypeVar("ResultT")
 A = TypeVar("A")
+
+
+AnyAsyncSession = AsyncSession | async_scoped_session[Any]
+"""What a caller may give: a session, or the proxy that stands for the one of this task."""
+
+
+def unproxied(session: AnyAsyncSession) -> AsyncSession:
+    """Return the session behind an :class:`~sqlalchemy.ext.asyncio.async_scoped_session`."""
+    return cast(AsyncSession, session()) if isinstance(session, async_scoped_session) else session
 
 
 class AsyncSessions:

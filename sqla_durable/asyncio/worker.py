@@ -17,6 +17,7 @@ from sqla_durable.dispatch import AsyncWork, Ended, Serving, Work, log, report
 from sqla_durable.execution import Ending, Outcome, let_go
 from sqla_durable.holder import Holder
 from sqla_durable.listening import Listening
+from sqla_durable.policy import clamped
 from sqla_durable.room import Room, Wake
 from sqla_durable.threads import RELEASING, Threads
 from sqla_durable.worker import signals
@@ -64,7 +65,7 @@ class AsyncWorker(Serving[Work | AsyncWork]):
     async def run_due(self, budget: timedelta) -> Counter[Ending]:
         """Carry out what is due, until nothing is or the time is up. See :meth:`.Worker.run_due`."""
         self._check(budget=budget)
-        with self._serving(time.monotonic() + budget.total_seconds()) as room:
+        with self._serving(time.monotonic() + clamped(budget).total_seconds()) as room:
             await self._work_in(room)
             return Counter(room.endings)
 
@@ -74,11 +75,13 @@ class AsyncWorker(Serving[Work | AsyncWork]):
         in_threads = [work for work in self._works if isinstance(work, Work)]
         slots = _Tasks()
         with Threads(self._concurrency) as threads:
+            # Both before either begins: one that has found nothing due ends the work unless it knows of the other.
             dispatchers = [self._dispatcher_of(in_threads, threads, room)] if in_threads else []
+            in_loop = [self._dispatcher_of(in_tasks, slots, room)] if in_tasks else []
             beside = [_in_thread(dispatcher.run) for dispatcher in dispatchers]
             try:
-                if in_tasks:
-                    await slots.beside(greenlet_spawn(self._dispatcher_of(in_tasks, slots, room).run))
+                for dispatcher in in_loop:
+                    await slots.beside(greenlet_spawn(dispatcher.run))
                 await _within(None, beside)
             except BaseException as interruption:
                 if not isinstance(interruption, Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
@@ -22,6 +22,7 @@ from sqla_durable.rows import AnyRow, arguments
 from sqla_durable.store import Store
 
 _Part = Callable[[int], list[Holder[FunctionT]]]
+_REAPED: Final = 100
 
 
 class FunctionClaims(Claims[FunctionT]):
@@ -40,6 +41,9 @@ class FunctionClaims(Claims[FunctionT]):
         self._registry = registry
         self._limited_first = False
         self._limited: dict[int, Prepared] = {}
+
+    def check(self) -> None:
+        """Refuse nothing: this is what claims them."""
 
     def terms(self) -> dict[str, Any]:
         """What a claim of runs without limits is executed with, besides a key."""
@@ -121,10 +125,18 @@ class FunctionClaims(Claims[FunctionT]):
             if row is not None or not limits:
                 return row
         terms = {**key, **self._terms_under_limits()}
-        if connection.execute(limited.lock_one(self._rows, run_now=run_now), terms).first() is None:
+        locked: AnyRow | None = connection.execute(limited.lock_one(self._rows, run_now=run_now), terms).first()
+        if locked is None:
             return None
         connection.execute(self._turn)
-        return connection.execute(limited.claim_one(self._rows, run_now=run_now), terms).one_or_none()
+        claiming = limited.claim_one(self._rows, run_now=run_now)
+        while (row := connection.execute(claiming, terms).one_or_none()) is None:
+            # Only then: where there is a place, the dead are left to a worker.
+            *_, function, tenant = locked
+            rivals = arguments(function=function, tenant=tenant)
+            if not connection.execute(limited.reap_rivals(self._rows, _REAPED), rivals).all():
+                return None
+        return row
 
     def _marked(self, holders: list[Holder[FunctionT]]) -> list[Holder[FunctionT]]:
         for holder in holders:

@@ -20,8 +20,9 @@ from sqla_durable.exc import (
 )
 from sqla_durable.functions.limits import UNLIMITED, Limits, Rate, limits_of, require_concurrency
 from sqla_durable.functions.model import NAME_LENGTH
-from sqla_durable.holder import stored_key
-from sqla_durable.retry import Retry
+from sqla_durable.retry import LONGEST, Retry
+from sqla_durable.step_key import stored_key
+from sqla_durable.stepping import is_coroutine_function
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _VARIABLE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -92,18 +93,20 @@ class Definition:
 class Registry:
     """The functions that one process knows, by name and by body.
 
-    :param form: what the errors call the form: ``Functions`` or ``AsyncFunctions``.
     :param concurrency_per_tenant: how many runs of one tenant may be live, of whatever function.
+    :param coroutines: whether they are coroutine functions, those of ``AsyncFunctions``.
     """
 
-    def __init__(self, form: str, concurrency_per_tenant: int | None = None) -> None:
-        require_concurrency(f"{form}(concurrency_per_tenant)", concurrency_per_tenant)
+    def __init__(self, concurrency_per_tenant: int | None = None, *, coroutines: bool = False) -> None:
+        self._form = "AsyncFunctions" if coroutines else "Functions"
+        require_concurrency(f"{self._form}(concurrency_per_tenant)", concurrency_per_tenant)
         self.concurrency_per_tenant = concurrency_per_tenant
-        self._form = form
+        self._coroutines = coroutines
         self._limits: dict[str, Limits] = {}
         self._unlimited: list[str] = []
         self._by_name: dict[str, Definition] = {}
         self._by_body: dict[AnyBody, Definition] = {}
+        self._included: list[Registry] = []
 
     def add(
         self,
@@ -123,9 +126,9 @@ class Registry:
         :raises ConfigurationError: where the name is taken, or the declaration cannot work.
         """
         refuse_name(name)
-        if name in self._by_name:
+        if (taken := self._known(name)) is not None:
             raise ConfigurationError(
-                f"there is a function {name!r} already, {self._by_name[name].body!r}; give {body!r} another name."
+                f"there is a function {name!r} already, {taken.body!r}; give {body!r} another name."
             )
         if not isinstance(cast(object, body), Hashable):
             raise ConfigurationError(f"function {name!r}: {body!r} has no hash, so it cannot be recognised; wrap it.")
@@ -133,10 +136,13 @@ class Registry:
             raise ConfigurationError(
                 f"function {name!r}: {body!r} is declared as {other.name!r} already; a function has one name."
             )
-        if max_duration is not None and max_duration <= timedelta(0):
-            raise ConfigurationError(f"function {name!r}: max_duration={max_duration} is not a time to run in.")
+        if max_duration is not None and not timedelta(0) < max_duration <= LONGEST:
+            raise ConfigurationError(
+                f"function {name!r}: max_duration={max_duration}: more than 0 and up to {LONGEST.days} days, or None."
+            )
         limits = limits_of(name, concurrency, concurrency_per_tenant, rate)
         takes = _inputs(name, body)
+        self._refuse_other_form(name, body)
         try:
             input_ = codec_for_argument(body, 1) if len(takes) > 1 else None
             changes = Changes(OnMismatch(on_mismatch), _former(aliases or {}))
@@ -149,23 +155,71 @@ class Registry:
         else:
             self._unlimited = [*self._unlimited, name]
 
+    def _refuse_other_form(self, name: str, body: AnyBody) -> None:
+        if is_coroutine_function(body) is self._coroutines:
+            return
+        if self._coroutines:
+            raise ConfigurationError(
+                f"function {name!r}: {body!r} is no coroutine function; write async def, or declare it with Functions, "
+                "which the same worker can carry out."
+            )
+        raise ConfigurationError(
+            f"function {name!r}: {body!r} is a coroutine function; declare it with AsyncFunctions from "
+            "sqla_durable.asyncio, whose worker carries out both; include() has these start its runs, too."
+        )
+
+    def include(self, other: Registry) -> None:
+        """Know the functions of another one, too, those that are declared later as well; they are carried out there.
+
+        :raises ConfigurationError: where both have a function of one name.
+        """
+        for each in other:
+            if (taken := self._known(each.name)) is not None:
+                raise ConfigurationError(
+                    f"there is a function {each.name!r} already, {taken.body!r}; give {each.body!r} another name."
+                )
+        self._included.append(other)
+
     def of(self, function: AnyBody | str) -> Definition:
         """Return the definition of a function, given itself or its name.
 
         :raises UsageError: where it is none of these.
         """
-        known = self._by_name.get(function) if isinstance(function, str) else self._by_body.get(function)
-        if known is None:
-            names = ", ".join(map(repr, self._by_name)) or "none"
+        if (known := self._known(function)) is None:
+            names = ", ".join(repr(each.name) for registry in (self, *self._included) for each in registry) or "none"
             raise UsageError(
-                f"{function!r} is no function of these {self._form}; decorate it with @functions.function(name), or "
-                f"import the module that does. Known: {names}."
+                f"{function!r} is no function of these {self._form}; decorate it with @functions.function(name), "
+                f"import the module that does, or include() the {self._other_form} that it is one of. Known: {names}."
             )
         return known
 
+    def refuse_included(self, name: str) -> None:
+        """Refuse to carry out a function of the other form.
+
+        :raises UsageError: naming what carries it out.
+        """
+        if name not in self._by_name and (known := self._known(name)) is not None:
+            kind = "a coroutine function" if is_coroutine_function(known.body) else "an ordinary function"
+            raise UsageError(
+                f"{name!r} is {kind}; execute it with the {self._other_form} that it is declared with, or leave it to "
+                "an AsyncWorker, which carries out both."
+            )
+
+    def declared(self, function: AnyBody | str) -> Definition | None:
+        """Return the definition of one of its own functions."""
+        return self._by_name.get(function) if isinstance(function, str) else self._by_body.get(function)
+
+    def _known(self, function: AnyBody | str) -> Definition | None:
+        found = (each.declared(function) for each in (self, *self._included))
+        return next((known for known in found if known is not None), None)
+
+    @property
+    def _other_form(self) -> str:
+        return "Functions" if self._coroutines else "AsyncFunctions"
+
     def former_keys(self, name: str, step: str) -> tuple[str, ...]:
         """Return the former keys of a step of a function, which this process need not know."""
-        known = self._by_name.get(name)
+        known = self._known(name)
         return () if known is None else known.changes.former.get(step, ())
 
     def names(self) -> list[str]:

@@ -27,7 +27,8 @@ class FunctionRun(Stepping[RowT], Generic[RowT]):
     def publish(self, state: object) -> None:
         """Make ``state`` known as how far the run has come: what :meth:`.Functions.describe` shows as its ``state``.
 
-        The last one counts; a retry publishes anew. It has no receipt, and belongs outside of steps.
+        The last one counts; a retry publishes anew, and a requeue clears it. It has no receipt, and belongs outside of
+        steps.
 
         :param state: a JSON value, a pydantic model or a dataclass.
         :raises LostLease: where the fence has moved on; nothing is written.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 from uuid import UUID
 
 from sqlalchemy import ColumnElement
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import sessionmaker
 
+from sqla_durable.caller import AnySession
 from sqla_durable.changes import OnMismatch
 from sqla_durable.dispatch import Work
 from sqla_durable.execution import Outcome
@@ -25,8 +26,11 @@ from sqla_durable.receipt import Receipt, ReceiptMixin
 from sqla_durable.retry import Retry
 from sqla_durable.runs import work_of
 from sqla_durable.signal import SignalMixin
-from sqla_durable.stepping import plain, refuse_coroutine
+from sqla_durable.stepping import plain
 from sqla_durable.sync_sessions import SyncSessions
+
+if TYPE_CHECKING:
+    from sqla_durable.asyncio.functions import AsyncFunctions
 
 P = ParamSpec("P")
 InputT = TypeVar("InputT")
@@ -71,7 +75,7 @@ class Functions(Generic[FunctionT]):
         owner: str | None = None,
         concurrency_per_tenant: int | None = None,
     ) -> None:
-        self._registry = Registry("Functions", concurrency_per_tenant)
+        self._registry = Registry(concurrency_per_tenant)
         self._verbs = FunctionVerbs(SyncSessions(session_factory), run, receipt, signals, owner, self._registry)
         self.session_factory = session_factory
         """The sessionmaker that it was made with."""
@@ -120,7 +124,6 @@ class Functions(Generic[FunctionT]):
         def register(
             body: Callable[Concatenate[FunctionRun[Any], P], OutputT],
         ) -> Callable[Concatenate[FunctionRun[Any], P], OutputT]:
-            refuse_coroutine(body)
             self._registry.add(
                 name,
                 body,
@@ -136,12 +139,52 @@ class Functions(Generic[FunctionT]):
 
         return register
 
+    def include(self, other: Functions[FunctionT] | AsyncFunctions[FunctionT], /) -> None:
+        """Know the functions of others on the same tables, too, and those that are declared there later.
+
+        All but carrying them out is then done from here: coroutine functions are started by an ordinary session, and
+        their results read. Their own form, and its worker, carries them out, and under the limits that it has.
+
+        :param other: the others, of either form.
+        :raises ConfigurationError: where their runs are in other tables, or a name is taken.
+        """
+        self._verbs.include(other)
+
     # in the caller's transaction
 
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
+        function: Callable[[Any], Awaitable[OutputT]],
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def start(
+        self,
+        session: AnySession,
+        function: Callable[[Any, InputT], Awaitable[OutputT]],
+        given: InputT,
+        /,
+        *,
+        key: str | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def start(
+        self,
+        session: AnySession,
         function: Callable[[FunctionRun[Any]], OutputT],
         /,
         *,
@@ -155,7 +198,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[[FunctionRun[Any], InputT], OutputT],
         given: InputT,
         /,
@@ -170,7 +213,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: str,
         given: object = ...,
         /,
@@ -184,7 +227,7 @@ class Functions(Generic[FunctionT]):
 
     def start(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[..., Any] | str,
         given: object = NO_INPUT,
         /,
@@ -213,13 +256,28 @@ class Functions(Generic[FunctionT]):
         :raises TransactionConflict: retry the whole transaction.
         """
         inputs = () if given is NO_INPUT else (given,)
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_function(session, function, inputs, key, values)
 
     @overload
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
+        function: Callable[[Any, InputT], Awaitable[OutputT]],
+        inputs: Iterable[InputT],
+        /,
+        *,
+        key: Callable[[InputT], str] | None = None,
+        run_at: When | None = None,
+        priority: int | None = None,
+        tenant: str | None = None,
+        **values: Any,
+    ) -> list[FunctionHandle[OutputT]]: ...
+
+    @overload
+    def start_many(
+        self,
+        session: AnySession,
         function: Callable[[FunctionRun[Any], InputT], OutputT],
         inputs: Iterable[InputT],
         /,
@@ -234,7 +292,7 @@ class Functions(Generic[FunctionT]):
     @overload
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: str,
         inputs: Iterable[Any],
         /,
@@ -248,7 +306,7 @@ class Functions(Generic[FunctionT]):
 
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: Callable[..., Any] | str,
         inputs: Iterable[Any],
         /,
@@ -272,12 +330,12 @@ class Functions(Generic[FunctionT]):
         """
         every = list(inputs)
         keys = None if key is None else [key(each) for each in every]
-        values |= {"available_at": run_at, "priority": priority, "tenant": tenant}
+        values |= {"run_at": run_at, "priority": priority, "tenant": tenant}
         return self._verbs.start_many(session, function, [(each,) for each in every], keys, values)
 
     def signal(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[Any] | UUID,
         name: str,
         payload: object = None,
@@ -347,7 +405,7 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.update(handle, name, payload, type_, returns, timeout)
 
-    def request_cancel(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
+    def request_cancel(self, session: AnySession, handle: FunctionHandle[Any] | UUID) -> bool:
         """Ask, in the caller's transaction, for a run to be cancelled; the first instant is kept.
 
         One that is not being carried out lands at once; one that is, at its next step or heartbeat.
@@ -368,7 +426,7 @@ class Functions(Generic[FunctionT]):
 
     def fork(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[OutputT],
         /,
         *,
@@ -398,23 +456,47 @@ class Functions(Generic[FunctionT]):
         :raises KeyConflict: where the key belongs to another run.
         :raises TransactionConflict: retry the whole transaction.
         """
-        values |= {"available_at": run_at, "priority": priority}
+        values |= {"run_at": run_at, "priority": priority}
         return self._verbs.fork(session, handle, from_step, key, values)
 
     # observing
 
+    @overload
+    def handle(
+        self, function: Callable[..., Awaitable[OutputT]], /, *, key: str, tenant: str | None = None
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(self, function: Callable[..., Awaitable[OutputT]], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    @overload
     def handle(
         self, function: Callable[..., OutputT], /, *, key: str, tenant: str | None = None
-    ) -> FunctionHandle[OutputT]:
-        """Rebuild a handle from the key that a run was started with; nothing is read.
+    ) -> FunctionHandle[OutputT]: ...
+
+    @overload
+    def handle(self, function: Callable[..., OutputT], /, *, id: UUID) -> FunctionHandle[OutputT]: ...
+
+    def handle(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        key: str | None = None,
+        tenant: str | None = None,
+        id: UUID | None = None,  # noqa: A002 - as the handle calls it
+    ) -> FunctionHandle[Any]:
+        """Rebuild a handle from the key that a run was started with, or from its id; nothing is read.
 
         :param function: the decorated function.
         :param key: the idempotency key.
         :param tenant: the tenant that it was started for, if any.
+        :param id: the primary key of the run, as ``handle.id`` has it.
+        :raises UsageError: where neither is given, or both.
         """
-        return self._verbs.handle(function, key, tenant)
+        return self._verbs.handle(function, key, tenant, id)
 
-    def describe(self, handle: FunctionHandle[Any] | UUID, *, session: Session | None = None) -> FunctionSummary:
+    def describe(self, handle: FunctionHandle[Any] | UUID, *, session: AnySession | None = None) -> FunctionSummary:
         """Read how a run stands: its status, attempts, times, progress and failure.
 
         :param session: the caller's, to read in its transaction.
@@ -422,7 +504,7 @@ class Functions(Generic[FunctionT]):
         """
         return self._verbs.describe_function(handle, session)
 
-    def steps(self, handle: FunctionHandle[Any] | UUID, *, session: Session | None = None) -> tuple[Receipt, ...]:
+    def steps(self, handle: FunctionHandle[Any] | UUID, *, session: AnySession | None = None) -> tuple[Receipt, ...]:
         """Read the receipts of a run in the order they were recorded.
 
         :param session: the caller's, to read in its transaction.
@@ -445,7 +527,7 @@ class Functions(Generic[FunctionT]):
         handle: FunctionHandle[OutputT],
         *,
         timeout: timedelta | None = None,
-        session: Session | None = None,
+        session: AnySession | None = None,
     ) -> OutputT:
         """Return what a run has returned, having waited for it to land.
 
@@ -526,7 +608,7 @@ class Functions(Generic[FunctionT]):
 
     def cancel_all(
         self,
-        session: Session,
+        session: AnySession,
         *,
         limit: int | None = None,
         everything: bool = False,

@@ -13,7 +13,7 @@ OutputT_co = TypeVar("OutputT_co", covariant=True, default=Any)  # else print(aw
 
 @dataclass(frozen=True, slots=True)
 class FunctionHandle(Generic[OutputT_co]):
-    """What :meth:`.Functions.start` returns: plain values that can be stored, sent, and rebuilt from the key.
+    """What :meth:`.Functions.start` returns: plain values that can be stored, sent, and rebuilt from key or id.
 
     :param function: the function's name.
     :param id: the primary key of the run; None in one that was rebuilt from the key.

@@ -48,6 +48,7 @@ from sqla_durable.claim import claim_locked, claimable, ready_and_due, stamps
 from sqla_durable.functions.limits import Limits
 from sqla_durable.functions.model import FunctionRows
 from sqla_durable.priority import HIGHEST, LOWEST
+from sqla_durable.reap import reap
 from sqla_durable.rows import AnySelect, arguments, at_most, bound
 from sqla_durable.step import idle_limit
 
@@ -99,8 +100,17 @@ def turn(runs: _Rows, schema: str | None) -> AnySelect:
 
 
 def lock_one(runs: _Rows, *, run_now: bool) -> AnySelect:
-    """Lock the run with the given key, if it might be claimed, after waiting for a lock on its row."""
-    return runs.lock(runs.matches(), *claimable(runs, run_now=run_now))
+    """Lock the run with the given key, if it might be claimed, after waiting for a lock on its row.
+
+    :return: a statement whose row is its function and its tenant, after the key.
+    """
+    return runs.lock(runs.matches(), *claimable(runs, run_now=run_now)).add_columns(runs.function, runs.tenant)
+
+
+def reap_rivals(runs: _Rows, limit: int) -> Update:
+    """Reap up to ``limit`` lapsed runs that may hold the place of another: those of its ``function`` or ``tenant``."""
+    functions, tenants = runs.function == bound("function", String()), runs.tenant == bound("tenant", String())
+    return reap(runs, limit, or_(functions, tenants))
 
 
 def claim_one(runs: _Rows, *, run_now: bool) -> Update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -22,7 +22,7 @@ from sqla_durable.lifecycle import Lifecycle
 from sqla_durable.mapping import add_index, when_mapped
 from sqla_durable.priority import PriorityMixin
 from sqla_durable.retry import Retry
-from sqla_durable.rows import bound
+from sqla_durable.rows import Ident, bound
 from sqla_durable.run import RunMixin, RunRows
 from sqla_durable.status import StatusMachine
 from sqla_durable.waits_for import WaitMixin
@@ -138,10 +138,14 @@ class FunctionMixin(PacedMixin, AttemptsMixin, DeadlineMixin, KeyMixin, Priority
         when_mapped(cls, _configure)
 
     @classmethod
+    def __rows__(cls) -> FunctionRows[Any]:
+        return FunctionRows(cls)
+
+    @classmethod
     def __on_arrival__(cls, to: StrEnum) -> Sequence[ColumnElement[Any]]:
         if to not in function_statuses.terminal or not cls.__lifecycle__.notify:
             return super().__on_arrival__(to)
-        rows: FunctionRows[Any] = FunctionRows(cls)
+        rows = cls.__rows__()
         return [case((rows.awaited, wake.landing(rows.id))).label("landed")]
 
 
@@ -152,6 +156,7 @@ class FunctionRows(RunRows[FunctionT]):
     """The rows of a run class of functions."""
 
     started_with = "function", "tenant", "input"
+    claimed_by = "Functions.execute() or Worker(functions)"
 
     def __init__(self, entity: type[FunctionT]) -> None:
         super().__init__(entity)
@@ -162,10 +167,17 @@ class FunctionRows(RunRows[FunctionT]):
         self.result: Column[Any] = self.column("output")
         self.output = self.result
         self.state = self.column("state")
+        self.of_one_life = (self.state,)
         self.paced_at = self.column("paced_at")
         self.awaited = self.column("awaited")
-        self.tells: Callable[[], bool] = lambda: True
-        """Says whether a statement may send a notification."""
+
+    def called(self, identity: Ident, values: Mapping[str, Any]) -> str:
+        """Return how an error calls a run."""
+        return (
+            f"the run {identity[0]} of function {values['function']!r}"
+            if "function" in values
+            else super().called(identity, values)
+        )
 
     def upon_landing(self, landed: ColumnElement[bool]) -> dict[Column[Any], Any]:
         """Tell those who wait for the run, and note that nobody does any more."""

@@ -116,7 +116,7 @@ class StartMany:
         if recorded != row["key_fingerprint"]:
             key = row["idempotency_key"]
             raise KeyConflict(
-                f"the key {key!r} belongs to {self._runs.entity.__name__} {ident!r}, which was started with other "
+                f"the key {key!r} belongs to {self._runs.called((ident,), row)}, which was started with other "
                 "values; use a key for one payload only.",
                 key,
                 (ident,),

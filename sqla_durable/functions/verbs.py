@@ -12,11 +12,10 @@ from uuid import UUID
 from sqlalchemy import ColumnElement, Connection, Text, and_, func, not_, select
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Session
 
 from sqla_durable import clock, fence, listing
 from sqla_durable.attempts import UNLIMITED
-from sqla_durable.caller import unproxied
+from sqla_durable.caller import AnySession, unproxied
 from sqla_durable.claims import Claims
 from sqla_durable.codec import codec_of
 from sqla_durable.exc import (
@@ -30,6 +29,7 @@ from sqla_durable.exc import (
     RunTimedOut,
     UsageError,
 )
+from sqla_durable.execution import Ending, Outcome
 from sqla_durable.failure import Failure
 from sqla_durable.functions.claims import FunctionClaims
 from sqla_durable.functions.definition import AnyBody, Definition, Registry
@@ -40,11 +40,13 @@ from sqla_durable.functions.starting import StartMany
 from sqla_durable.functions.summary import FunctionSummary
 from sqla_durable.functions.waiting import Waiting, by_key, found, known_id, named
 from sqla_durable.ground import Sessions
-from sqla_durable.holder import Holder, stored_key
+from sqla_durable.holder import Holder
 from sqla_durable.prepared import Prepared
 from sqla_durable.receipt import Receipt, StepOutcome, parsed
-from sqla_durable.rows import AnyRow, bound
+from sqla_durable.rows import AnyRow, Ident, bound
 from sqla_durable.sqlstate import translated
+from sqla_durable.start import refuse_instant, refuse_key
+from sqla_durable.step_key import stored_key
 from sqla_durable.store import Store
 from sqla_durable.verbs import Verbs
 
@@ -77,10 +79,9 @@ class FunctionVerbs(Verbs[FunctionT]):
                 f"{mapped!r} is not the run class of functions; declare it as class DurableRun(FunctionMixin, Base)."
             )
         self.registry = registry
-        super().__init__(Store(sessions, run, receipt, signals, rows=FunctionRows), owner)
+        super().__init__(Store(sessions, run, receipt, signals), owner)
         self.rows = cast("FunctionRows[FunctionT]", self.runs)
         self.waiting = Waiting(self.store, self.rows)
-        self.rows.tells = lambda: self.waiting.tells
 
     def claims_of(self, owner: str | None) -> Claims[FunctionT]:
         """Make what claims its runs."""
@@ -98,11 +99,25 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Return the names of the functions that this process knows."""
         return self.registry.names()
 
+    def include(self, other: object) -> None:
+        """See :meth:`.Functions.include`."""
+        works = getattr(other, "works", None)
+        others: Any = None if works is None or isinstance(other, type) else works()[0].verbs
+        if not issubclass(type(others), FunctionVerbs):
+            raise ConfigurationError(f"include({other!r}): pass Functions or AsyncFunctions.")
+        entity, own = others.runs.entity, self.runs.entity
+        if entity is not own:
+            raise ConfigurationError(
+                f"include({other!r}): these have their runs in {entity.__name__}, and not in {own.__name__}; start "
+                "them there."
+            )
+        self.registry.include(others.registry)
+
     # starting
 
     def start_function(
         self,
-        session: Session,
+        session: AnySession,
         function: AnyBody | str,
         given: tuple[object, ...],
         key: str | None,
@@ -115,7 +130,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def start_many(
         self,
-        session: Session,
+        session: AnySession,
         function: AnyBody | str,
         inputs: Sequence[tuple[object, ...]],
         keys: Sequence[str] | None,
@@ -162,7 +177,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     def fork(
         self,
-        session: Session,
+        session: AnySession,
         handle: FunctionHandle[Any],
         from_step: str | int,
         key: str | None,
@@ -190,7 +205,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         row = holder.row
         definition = self.registry.of(row.function)
         if definition.retry is not None:
-            holder.retry = definition.retry
+            holder.raised.retry = definition.retry
         holder.changes = definition.changes
         try:
             return definition, definition.arguments(self._input(holder, row))
@@ -224,14 +239,21 @@ class FunctionVerbs(Verbs[FunctionT]):
         parameters = self.store.parameters(holder.lease, state=text)
         self.store.write(holder.lease, lambda connection: self._publish.first(connection, parameters))
 
+    def _answer(self, identity: Ident, connection: Connection) -> Outcome:
+        outcome = super()._answer(identity, connection)
+        if outcome.ending is Ending.NOT_CLAIMABLE:
+            statement = select(self.rows.function).where(self.runs.matches())
+            self.registry.refuse_included(connection.execute(statement, self.runs.parameters(identity)).scalar_one())
+        return outcome
+
     # the caller's and the operator's verbs
 
-    def cancel_function(self, session: Session, handle: FunctionHandle[Any] | UUID) -> bool:
+    def cancel_function(self, session: AnySession, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.request_cancel`."""
         return self.request_cancel(session, self.ident(handle, session))
 
     def signal(
-        self, session: Session, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
+        self, session: AnySession, handle: FunctionHandle[Any] | UUID, name: str, payload: object, type_: Any
     ) -> bool:
         """See :meth:`.Functions.signal`."""
         return self.sending.signal(session, self.ident(handle, session), name, payload, type_)
@@ -246,7 +268,7 @@ class FunctionVerbs(Verbs[FunctionT]):
         timeout: timedelta,
     ) -> Any:
         """See :meth:`.Functions.update`."""
-        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout)
+        return self.sending.update(self.ident(handle), name, payload, type_, returns, timeout, named(handle))
 
     def requeue_function(self, handle: FunctionHandle[Any] | UUID) -> bool:
         """See :meth:`.Functions.requeue`."""
@@ -254,11 +276,21 @@ class FunctionVerbs(Verbs[FunctionT]):
 
     # observing
 
-    def handle(self, function: AnyBody | str, key: str, tenant: str | None) -> FunctionHandle[Any]:
+    def handle(
+        self, function: AnyBody | str, key: str | None, tenant: str | None, ident: UUID | None
+    ) -> FunctionHandle[Any]:
         """See :meth:`.Functions.handle`."""
-        return FunctionHandle(self.registry.of(function).name, None, key, tenant)
+        if (key is None) is (ident is None):
+            raise UsageError("handle(): say which run it is as key= or as id=, one of them.")
+        if ident is None:
+            refuse_key(self.rows, key)
+        elif tenant is not None:
+            raise UsageError(f"handle(tenant={tenant!r}): tenant= goes with key=; an id is that of one run.")
+        elif not isinstance(cast(object, ident), UUID):
+            raise UsageError(f"handle(id={ident!r}) is no UUID; pass UUID({ident!r}).")
+        return FunctionHandle(self.registry.of(function).name, ident, key, tenant)
 
-    def on(self, session: Session | None, work: Callable[[Connection], Any]) -> Any:
+    def on(self, session: AnySession | None, work: Callable[[Connection], Any]) -> Any:
         """Read something in the caller's transaction, or else by itself."""
         if session is None:
             return self.store.single(work)
@@ -276,12 +308,12 @@ class FunctionVerbs(Verbs[FunctionT]):
         row = connection.execute(select(self.rows.id).where(*by_key(self.rows, handle))).first()
         return cast(UUID, found(row, handle)[0])
 
-    def ident(self, handle: FunctionHandle[Any] | UUID, session: Session | None = None) -> UUID:
+    def ident(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None = None) -> UUID:
         """Return the primary key that a handle stands for; see :meth:`id_of`."""
         known = known_id(handle)
         return known or cast(UUID, self.on(session, lambda connection: self.id_of(connection, handle)))
 
-    def describe_function(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> FunctionSummary:
+    def describe_function(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None) -> FunctionSummary:
         """See :meth:`.Functions.describe`."""
 
         def work(connection: Connection) -> FunctionSummary:
@@ -290,7 +322,7 @@ class FunctionVerbs(Verbs[FunctionT]):
 
         return cast(FunctionSummary, self.on(session, work))
 
-    def steps_of(self, handle: FunctionHandle[Any] | UUID, session: Session | None) -> tuple[Receipt, ...]:
+    def steps_of(self, handle: FunctionHandle[Any] | UUID, session: AnySession | None) -> tuple[Receipt, ...]:
         """See :meth:`.Functions.steps`."""
 
         def work(connection: Connection) -> tuple[Receipt, ...]:
@@ -302,14 +334,22 @@ class FunctionVerbs(Verbs[FunctionT]):
         """See :meth:`.Functions.wait`; return how it has ended."""
         return self.waiting.until_landed(handle, timeout)
 
-    def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: Session | None) -> Any:
+    def result(self, handle: FunctionHandle[Any] | UUID, timeout: timedelta | None, session: AnySession | None) -> Any:
         """See :meth:`.Functions.result`."""
+
+        def check(row: AnyRow) -> Definition:
+            _refuse_other(handle, row.function)
+            return self.registry.of(row.function)
+
         if session is None:
-            row = self.wait(handle, timeout)
+            row = self.waiting.until_landed(handle, timeout, check)
         else:
             row = self.on(session, lambda connection: self.waiting.ending(connection, handle))
             if not self.waiting.has_landed(row):
-                raise RunNotLanded(f"{named(handle)} is {row.status.value} still.")
+                raise RunNotLanded(
+                    f"{named(handle)} is {row.status.value} still; it is waited for without session= only."
+                )
+        _refuse_other(handle, row.function)
         lifecycle = self.runs.lifecycle
         if row.status == lifecycle.done:
             return self.registry.of(row.function).output.decode(parsed(row.output), f"the end of {row.function}")
@@ -364,6 +404,20 @@ class FunctionVerbs(Verbs[FunctionT]):
         return found
 
 
+def _refuse_other(handle: object, function: str) -> None:
+    """Refuse a handle that calls a run one of another function, whose result is of another type."""
+    if isinstance(handle, FunctionHandle) and handle.function != function:
+        raise UsageError(f"the run {handle.id} is one of function {function!r}, not of {handle.function!r}.")
+
+
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a caller has given; None is the default of its column, as in a flush."""
-    return {name: value for name, value in values.items() if value is not None}
+    """Return the attributes that a caller has given; None is the default of its column, as in a flush.
+
+    :raises UsageError: for a time at which no run can be due, which is called as the caller has called it.
+    """
+    if "available_at" in values:
+        raise UsageError(f"available_at={values['available_at']!r}: a function's run is due at run_at=; write that.")
+    due = values.get("run_at")
+    refuse_instant("run_at", due)
+    given = {**values, "run_at": None, "available_at": due}
+    return {name: value for name, value in given.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -56,9 +57,12 @@ class Waiting:
         """Whether that is how it stays, unless somebody gives it another life."""
         return row.status in self._rows.lifecycle.machine.terminal
 
-    def until_landed(self, handle: AnyHandle, timeout: timedelta | None) -> AnyRow:
+    def until_landed(
+        self, handle: AnyHandle, timeout: timedelta | None, check: Callable[[AnyRow], object] = lambda _: None
+    ) -> AnyRow:
         """Wait until a run has landed, and return how; one that has by now costs one statement.
 
+        :param check: called before one that has not is waited for.
         :raises RunNotLanded: where it has not within the time.
         :raises RetryableError: where the database is away at the beginning, or when the time is up.
         """
@@ -68,6 +72,7 @@ class Waiting:
         row = self._store.single(lambda connection: self.ending(connection, handle))
         if self.has_landed(row):
             return row
+        check(row)
         # Many a run is over by then, and needs neither a mark nor anybody who listens for it.
         self._store.sessions.sleep(max(0.0, min(_SHORTEST_PAUSE, end - time.monotonic())))
         with self._hearing(str(row.id)) as waiter:
@@ -83,7 +88,8 @@ class Waiting:
                     return row
                 heard = row.marked and waiter.hears
                 pause, longest = (_LONGEST_HEARING, _LONGEST_HEARING) if heard else (pause, _LONGEST_PAUSE)
-                late = f"{named(look.handle)} is {row.status.value} still after {timeout}; it goes on."
+                status = f"{named(look.handle)} is {row.status.value} still"
+                late = f"{status} after {timeout}; it goes on, and describe() says how far it is."
             except RetryableError as error:
                 # It lasts no longer than the database is away, as a run does; the caller has said for how long to wait.
                 outage = error

@@ -9,8 +9,8 @@ from typing import Any, assert_type
 from uuid import UUID
 
 from pydantic import BaseModel
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from sqla_durable import (
     AttemptsMixin,
@@ -177,6 +177,7 @@ def use(session: Session, order: Order) -> None:
     many = functions.start_many(session, fulfil, [order], key=lambda each: str(each.id))
     assert_type(many, list[FunctionHandle[Shipment]])
     assert_type(functions.handle(fulfil, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.handle(fulfil, id=UUID(int=1)), FunctionHandle[Shipment])
     assert_type(functions.result(handle, timeout=timedelta(seconds=1)), Shipment)
     assert_type(functions.result(handle, session=session), Shipment)
     assert_type(functions.wait(handle), FunctionStatus)
@@ -210,6 +211,7 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.start(session, nightly_async), FunctionHandle[int])
     assert_type(await async_functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
     assert_type(async_functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(async_functions.handle(fulfil_async, id=UUID(int=1)), FunctionHandle[Shipment])
     assert_type(await async_functions.result(handle), Shipment)
     assert_type(await async_functions.wait(handle), FunctionStatus)
     assert_type(await async_functions.describe(handle, session=session), FunctionSummary)
@@ -225,6 +227,38 @@ async def use_async(session: AsyncSession, order: Order) -> None:
     assert_type(await async_functions.purge(timedelta(30)), int)
     assert_type(await async_functions.reap(5), int)
     AsyncWorker(async_functions, functions).stop()
+
+
+def use_included(session: Session, order: Order) -> None:
+    functions.include(async_functions)
+    handle = functions.start(session, fulfil_async, order, key="k")
+    assert_type(handle, FunctionHandle[Shipment])
+    assert_type(functions.start(session, nightly_async), FunctionHandle[int])
+    assert_type(functions.start_many(session, fulfil_async, [order]), list[FunctionHandle[Shipment]])
+    assert_type(functions.handle(fulfil_async, key="k"), FunctionHandle[Shipment])
+    assert_type(functions.handle(fulfil_async, id=UUID(int=1)), FunctionHandle[Shipment])
+    assert_type(functions.result(handle), Shipment)
+    assert_type(functions.find(function=fulfil_async), list[FunctionSummary])
+
+
+async def use_included_async(session: AsyncSession, order: Order) -> None:
+    async_functions.include(functions)
+    assert_type(await async_functions.start(session, fulfil, order), FunctionHandle[Shipment])
+    assert_type(await async_functions.start(session, nightly), FunctionHandle[int])
+    assert_type(await async_functions.start_many(session, fulfil, [order]), list[FunctionHandle[Shipment]])
+    assert_type(async_functions.handle(fulfil, key="k"), FunctionHandle[Shipment])
+
+
+def use_proxies(one: scoped_session[Session], order: Order) -> None:
+    assert_type(functions.start(one, fulfil, order), FunctionHandle[Shipment])
+    assert_type(functions.start_many(one, fulfil, [order]), list[FunctionHandle[Shipment]])
+    assert_type(functions.request_cancel(one, UUID(int=1)), bool)
+
+
+async def use_async_proxies(one: async_scoped_session[AsyncSession], order: Order) -> None:
+    assert_type(await async_functions.start(one, fulfil_async, order), FunctionHandle[Shipment])
+    assert_type(await async_functions.request_cancel(one, UUID(int=1)), bool)
+    assert_type(await async_functions.describe(UUID(int=1), session=one), FunctionSummary)
 
 
 def fails(error: RunFailed) -> list[type[Exception]]:

@@ -5,6 +5,8 @@ Each ignore comment stands for the rejection: both checkers report one that is n
 
 from __future__ import annotations
 
+from uuid import UUID
+
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -27,11 +29,19 @@ def use(session: Session, order: Order) -> None:
     functions.start(session, fulfil, {"id": 1})  # type: ignore[arg-type]
     functions.start(session, fulfil)  # type: ignore[arg-type]
     functions.start(session, nightly, order)  # type: ignore[arg-type]
+    functions.handle(fulfil)  # type: ignore[call-overload]
+    functions.handle(fulfil, key="k", id=UUID(int=1))  # type: ignore[call-overload]
+    functions.handle(fulfil, id="1")  # type: ignore[call-overload]
     functions.start(session, fulfil, order, key=1)  # type: ignore[call-overload]
     functions.start_many(session, fulfil, ["one"])  # type: ignore[arg-type]
+    functions.start(session, fulfil_async, {"id": 1})  # type: ignore[arg-type]
+    functions.start(session, fulfil_async)  # type: ignore[arg-type]
+    functions.start_many(session, fulfil_async, ["one"])  # type: ignore[arg-type]
+    functions.include(fulfil_async)  # type: ignore[arg-type]
+    other: FunctionHandle[int] = functions.start(session, fulfil_async, order)  # type: ignore[arg-type]
     wrong: FunctionHandle[int] = functions.start(session, fulfil, order)  # type: ignore[arg-type]
     result: str = functions.result(functions.start(session, fulfil, order))  # type: ignore[assignment]
-    print(wrong, result)
+    print(wrong, other, result)
 
 
 @functions.function("no run")  # type: ignore[arg-type]
@@ -83,6 +93,7 @@ def without_session(order: Order) -> Shipment:
 
 async def use_async(session: AsyncSession, order: Order) -> None:
     await async_functions.start(session, fulfil_async, 1)  # type: ignore[arg-type]
-    await async_functions.start(session, fulfil, order)  # type: ignore[arg-type]
+    await async_functions.start(session, fulfil, 1)  # type: ignore[arg-type]
+    await async_functions.start(session, fulfil)  # type: ignore[arg-type]
     wrong: FunctionHandle[int] = await async_functions.start(session, fulfil_async, order)  # type: ignore[arg-type]
     print(wrong)
