@@ -20,6 +20,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Executable,
+    FromClause,
     Identity,
     String,
     Table,
@@ -132,9 +133,12 @@ class Guard:
         return qualified(self.table, self.function, schema_of)
 
 
-def guard_of(table: Table) -> Guard | None:
-    """Return the guard of a table; None where it has none."""
-    guard: Guard | None = table.info.get(_INFO)
+def guard_of(table: FromClause) -> Guard | None:
+    """Return the guard of a table; None where it has none.
+
+    :param table: the table, as in ``Plan.__table__``.
+    """
+    guard: Guard | None = table.info.get(_INFO) if isinstance(table, Table) else None
     return guard
 
 

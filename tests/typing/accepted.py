@@ -32,6 +32,8 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    Guard,
+    GuardViolation,
     HasWorks,
     HolderError,
     KeyConflict,
@@ -82,6 +84,8 @@ from sqla_durable import (
     WaitMixin,
     Work,
     Worker,
+    guard_of,
+    guard_violation,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker, transition
 from sqla_durable.testing import expire, lapse, let_pass, make_due, overrun
@@ -662,6 +666,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         DatabaseUnavailable,
         KeyConflict,
         FrozenPayload,
+        GuardViolation,
         LostLease,
         NestedStep,
         NotIssued,
@@ -681,6 +686,25 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         UndeclaredTransition,
         UsageError,
     ]
+
+
+class GuardedRun(FunctionMixin, Base):
+    __tablename__ = "guarded_run"
+    __guard__ = True
+
+
+def guards() -> None:
+    guard = guard_of(GuardedRun.__table__)
+    if guard is not None:
+        assert_type(guard, Guard)
+        assert_type(guard.create(), tuple[str, ...])
+        assert_type(guard.drop(lambda table: table.schema), tuple[str, ...])
+        assert_type(guard.source(), str)
+        assert_type(guard.function, str)
+    refused = guard_violation(ValueError())
+    if refused is not None:
+        assert_type(refused, GuardViolation)
+        assert_type((refused.sqlstate, refused.table), tuple[str, str | None])
 
 
 class LimitedRun(FunctionMixin, Base):
