@@ -34,6 +34,8 @@ from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqla_durable.exc import ConfigurationError
 
 OVERRIDES: Final = "durable_override"
+PREFIX: Final = "durable_guard_"
+"""What the names of a guard's function and of its triggers begin with."""
 _INFO: Final = "sqla_durable.guard"
 _OVERRIDES_INFO: Final = "sqla_durable.overrides"
 _LONGEST: Final = 63
@@ -81,12 +83,14 @@ class Guard:
     :param function: the function's name, in the table's schema.
     :param triggers: the triggers, by name.
     :param body: returns the function's source, given what names a table in it.
+    :param named: the tables that it names.
     """
 
     table: Table
     function: str
     triggers: Mapping[str, Trigger]
     body: Callable[[Callable[[Table], str]], str] = field(repr=False)
+    named: tuple[Table, ...] = field(repr=False)
 
     def source(self, schema_of: SchemaOf = declared_schema) -> str:
         """Return the function's source, exactly as ``pg_proc.prosrc`` has it.
@@ -109,7 +113,7 @@ class Guard:
         while quote in source:
             quote = f"{quote[:-1]}_$"
         # A name without a schema is looked up in the search path: of who creates the table, not of who writes to it.
-        path = " SET search_path FROM CURRENT" if schema_of(self.table) is None else ""
+        path = " SET search_path FROM CURRENT" if any(schema_of(table) is None for table in self.named) else ""
         function, table = self._function(schema_of), qualified(self.table, self.table.name, schema_of)
         return (
             f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}",
@@ -147,9 +151,22 @@ def is_guarded(run: type[Any]) -> bool:
     return bool(run.__guard__ or run.__lifecycle__.guard)
 
 
-def attach(table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callable[[Table], str]], str]) -> None:
-    """Give a table a guard, which is created and dropped with it."""
-    guard = Guard(table, _shortened(f"durable_guard_{table.name}"), triggers, body)
+def function_name(table: str) -> str:
+    """Return the name of the function of a table's guard."""
+    return _shortened(f"{PREFIX}{table}")
+
+
+def attach(
+    table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callable[[Table], str]], str], *named: Table
+) -> None:
+    """Give a table a guard, which is created and dropped with it.
+
+    :param triggers: its triggers, by what follows the prefix in their names.
+    :param body: as for :class:`Guard`.
+    :param named: likewise.
+    """
+    own = {f"{PREFIX}{name}": trigger for name, trigger in triggers.items()}
+    guard = Guard(table, function_name(table.name), own, body, named)
     table.info[_INFO] = guard
 
     def schema_of(target: Table, connection: Connection) -> SchemaOf:

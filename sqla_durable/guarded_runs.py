@@ -39,8 +39,9 @@ def guard_runs(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) 
     rules = _Rules(rows, status, lifecycle)
     attach(
         rows.table,
-        {"durable_guard_update": Trigger("AFTER UPDATE", condition)},
+        {"update": Trigger("AFTER UPDATE", condition)},
         lambda name_of: rules.source(name_of, overrides),
+        overrides,
     )
 
 
