@@ -60,6 +60,8 @@ PUBLIC_NAMES = {
     "sqlalchemy.orm.session.Session": "sqlalchemy.orm.Session",
     "sqlalchemy.sql.elements.ColumnElement": "sqlalchemy.sql.expression.ColumnElement",
     "sqlalchemy.sql.schema.Column": "sqlalchemy.schema.Column",
+    "sqlalchemy.sql.schema.Table": "sqlalchemy.schema.Table",
+    "sqlalchemy.sql.selectable.FromClause": "sqlalchemy.sql.expression.FromClause",
 }
 
 # Type variables and parameter specifications have no page to lead to.

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Executable,
+    FromClause,
     Identity,
     String,
     Table,
@@ -32,9 +33,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.mapping import notes, plain_dialect, shortened
 
-PREFIX: Final = "durable_guard_"
-"""How the names of a guard's function and triggers begin."""
 OVERRIDES: Final = "durable_override"
+PREFIX: Final = "durable_guard_"
+"""What the names of a guard's function and of its triggers begin with."""
 _INFO: Final = "sqla_durable.guard"
 _OVERRIDES_INFO: Final = "sqla_durable.overrides"
 _DIGEST: Final = 8
@@ -78,12 +79,14 @@ class Guard:
     :param function: the function's name, in the table's schema.
     :param triggers: the triggers, by name.
     :param body: returns the function's source, given what names a table in it.
+    :param named: the tables that it names.
     """
 
     table: Table
     function: str
     triggers: Mapping[str, Trigger]
     body: Callable[[Callable[[Table], str]], str] = field(repr=False)
+    named: tuple[Table, ...] = field(repr=False)
 
     def source(self, schema_of: SchemaOf = declared_schema) -> str:
         """Return the function's source, exactly as ``pg_proc.prosrc`` has it.
@@ -106,7 +109,7 @@ class Guard:
         while quote in source:
             quote = f"{quote[:-1]}_$"
         # A name without a schema is looked up in the search path: of who creates the table, not of who writes to it.
-        path = " SET search_path FROM CURRENT" if schema_of(self.table) is None else ""
+        path = " SET search_path FROM CURRENT" if any(schema_of(table) is None for table in self.named) else ""
         function, table = self._function(schema_of), qualified(self.table, self.table.name, schema_of)
         return (
             f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}",
@@ -130,9 +133,12 @@ class Guard:
         return qualified(self.table, self.function, schema_of)
 
 
-def guard_of(table: Table) -> Guard | None:
-    """Return the guard of a table; None where it has none."""
-    guard: Guard | None = notes(table).get(_INFO)
+def guard_of(table: FromClause) -> Guard | None:
+    """Return the guard of a table; None where it has none.
+
+    :param table: the table, as in ``Plan.__table__``.
+    """
+    guard: Guard | None = notes(table).get(_INFO) if isinstance(table, Table) else None
     return guard
 
 
@@ -141,9 +147,22 @@ def is_guarded(run: type[Any]) -> bool:
     return bool(run.__guard__ or run.__lifecycle__.guard)
 
 
-def attach(table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callable[[Table], str]], str]) -> None:
-    """Give a table a guard, which is created and dropped with it."""
-    guard = Guard(table, shortened(f"{PREFIX}{table.name}"), triggers, body)
+def function_name(table: str) -> str:
+    """Return the name of the function of a table's guard."""
+    return shortened(f"{PREFIX}{table}")
+
+
+def attach(
+    table: Table, triggers: Mapping[str, Trigger], body: Callable[[Callable[[Table], str]], str], *named: Table
+) -> None:
+    """Give a table a guard, which is created and dropped with it.
+
+    :param triggers: its triggers, by what follows the prefix in their names.
+    :param body: as for :class:`Guard`.
+    :param named: likewise.
+    """
+    own = {f"{PREFIX}{name}": trigger for name, trigger in triggers.items()}
+    guard = Guard(table, function_name(table.name), own, body, named)
     notes(table)[_INFO] = guard
 
     def schema_of(target: Table, connection: Connection) -> SchemaOf:

@@ -41,13 +41,15 @@ def guard_receipts(receipts: OwnedRows) -> None:
         receipts.table,
         {
             # Before the write, since one statement may record a wait and hand the run back.
-            "durable_guard_insert": Trigger("BEFORE INSERT"),
-            "durable_guard_update": Trigger("BEFORE UPDATE", rules.is_watched()),
+            "insert": Trigger("BEFORE INSERT"),
+            "update": Trigger("BEFORE UPDATE", rules.is_watched()),
             # After it: where the run goes in the same statement, it is gone by then.
-            "durable_guard_delete": Trigger("AFTER DELETE"),
-            "durable_guard_truncate": Trigger("AFTER TRUNCATE", each="STATEMENT"),
+            "delete": Trigger("AFTER DELETE"),
+            "truncate": Trigger("AFTER TRUNCATE", each="STATEMENT"),
         },
         lambda name_of: rules.source(name_of, overrides),
+        receipts.runs.table,
+        overrides,
     )
 
 

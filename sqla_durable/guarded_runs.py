@@ -39,8 +39,9 @@ def guard_runs(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) 
     rules = _Rules(rows, status, lifecycle)
     attach(
         rows.table,
-        {"durable_guard_update": Trigger("AFTER UPDATE", condition)},
+        {"update": Trigger("AFTER UPDATE", condition)},
         lambda name_of: rules.source(name_of, overrides),
+        overrides,
     )
 
 
@@ -123,7 +124,7 @@ BEGIN
         """The condition that a status may follow another, along an edge or by a requeue."""
         machine, lifecycle = self._lifecycle.machine, self._lifecycle
         cases: list[str] = []
-        for status in machine.statuses:
+        for status in machine.transitions:
             requeued = {lifecycle.ready} if status in lifecycle.requeue else set[StrEnum]()
             if following := self._ordered(machine.transitions[status] | requeued):
                 cases.append(f"      WHEN {literal(status)} THEN NEW.{self._status} IN ({literals(following)})\n")
@@ -141,4 +142,4 @@ BEGIN
         return " OR ".join(f"NEW.{quoted(c.name)} IS DISTINCT FROM OLD.{quoted(c.name)}" for c in self._rows.key)
 
     def _ordered(self, statuses: AbstractSet[StrEnum]) -> list[str]:
-        return [status.value for status in self._lifecycle.machine.statuses if status in statuses]
+        return [status.value for status in self._lifecycle.machine.transitions if status in statuses]

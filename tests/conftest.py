@@ -23,8 +23,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _past_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``--guards``, a test so marked may write in SQL what no verb does; every connection then says so."""
-    if request.config.getoption("--guards") and request.node.get_closest_marker("past_guards"):
-        monkeypatch.setenv("PGOPTIONS", "-c sqla_durable.override=test")
+    if request.config.getoption("--guards"):
+        if request.node.get_closest_marker("unguarded"):
+            pytest.skip("tells what is so without guards")
+        if request.node.get_closest_marker("past_guards"):
+            monkeypatch.setenv("PGOPTIONS", "-c sqla_durable.override=test")
 
 
 @pytest.fixture(scope="session")

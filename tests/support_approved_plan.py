@@ -135,7 +135,7 @@ class Server(Process):
 def reset(engine: Engine) -> None:
     """Leave nothing but the samples."""
     with Session(engine) as session, session.begin():
-        tables = ", ".join(f'"{table.name}"' for table in Base.metadata.sorted_tables)
+        tables = ", ".join(f'"{mapper.local_table.name}"' for mapper in Base.registry.mappers)
         session.execute(text(f"TRUNCATE {tables} RESTART IDENTITY"))
         add_samples(session)
 

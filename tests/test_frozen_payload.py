@@ -260,6 +260,7 @@ def test_an_approval_of_what_was_seen_loses_to_a_change(engine: Engine) -> None:
     assert stored(engine, ident).status is Status.PENDING
 
 
+@pytest.mark.unguarded
 def test_the_lock_that_a_change_takes_lets_others_insert_what_refers_to_the_run(
     engine: Engine, session_factory: sessionmaker[Session]
 ) -> None:

@@ -424,6 +424,7 @@ def test_a_cancelled_handler_cancels_its_calls_and_records_nothing(engine: Engin
     assert row.status is PlanStatus.APPROVED
 
 
+@pytest.mark.past_guards
 def test_calls_that_end_after_the_lease_was_lost_are_not_recorded(version: Version, engine: Engine) -> None:
     made: list[str] = []
 

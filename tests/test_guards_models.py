@@ -11,6 +11,8 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 from sqlalchemy import (
     DDL,
     JSON,
@@ -391,6 +393,42 @@ print(guard_of(job.__table__).create(), guard_of(step.__table__).create())
     with bare.begin() as connection:
         for statement in statements:
             connection.execute(DDL(statement.replace("%%", "%").replace("%", "%%")))
+
+
+def test_receipts_in_a_schema_of_their_own_find_runs_in_none(bare: Engine) -> None:
+    machine = job_machine()
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(RunMixin, Base):
+        __tablename__ = "job"
+        __guard__ = True
+        __lifecycle__ = lifecycle(machine)
+        id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
+        status: Mapped[JobStatus] = machine.column()
+
+    class JobStep(ReceiptMixin[Job], Base):
+        __tablename__ = "job_step"
+        __table_args__ = {"schema": "app"}
+
+    drive(bare, Job, JobStep)
+    receipt = """INSERT INTO app.job_step (job_id, step, outcome, result, effect, fence)
+        SELECT id, 's', 'succeeded', '1', 'external', 7 FROM public.job LIMIT 1"""
+    with bare.connect() as connection:
+        connection.execute(text("SET search_path TO north"))
+        with pytest.raises(DBAPIError, match="under fence 7"):
+            connection.execute(text(receipt))
+
+
+@pytest.mark.parametrize("shape", ["plain", "odd names", "an odd schema"])
+def test_autogenerate_has_nothing_to_say_of_what_create_all_made(bare: Engine, shape: str) -> None:
+    job, _ = SHAPES[shape][0]()
+    job.metadata.create_all(bare)
+    with bare.connect() as connection:
+        options: dict[str, Any] = {"compare_type": True, "compare_server_default": True, "include_schemas": True}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, job.metadata) == []
 
 
 # --- how it is asked for

@@ -175,6 +175,7 @@ def test_a_lease_names_its_table_with_its_schema() -> None:
         runs.hold(Lease("other.job", (1,), 1, 1, "me"))
 
 
+@pytest.mark.past_guards
 def test_the_heartbeat_of_a_translated_run_keeps_its_lease_and_notices_its_loss(
     bare: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:

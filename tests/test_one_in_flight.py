@@ -56,6 +56,7 @@ def test_a_session_goes_on_after_it_was_refused(store: Shop) -> None:
     assert store.count() == 2
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("status", list(JobStatus))
 def test_a_group_is_free_again_once_its_run_is_terminal(store: Shop, status: JobStatus) -> None:
     first = store.start(status=JobStatus.READY, **GROUP)

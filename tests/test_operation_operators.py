@@ -285,6 +285,7 @@ def test_what_an_operator_says_is_a_part_of_the_transaction_it_is_said_in(
     assert state(engine, unknown) == ("pending", IDS, 1)
 
 
+@pytest.mark.past_guards
 def test_the_asyncio_verbs_say_the_same(
     engine: Engine, session_factory: sessionmaker[Session], plans: Runs[Plan], unknown: UUID
 ) -> None:

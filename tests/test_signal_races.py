@@ -94,6 +94,7 @@ def test_a_takeover_waits_for_a_parking_that_has_the_lock_and_then_finds_a_run_t
     assert second.wait("paid", int) == 7
 
 
+@pytest.mark.past_guards
 def test_a_signal_that_finds_a_run_claimed_since_it_looked_harms_nothing(
     orders: Runs[Order], ident: Any, engine: Engine
 ) -> None:

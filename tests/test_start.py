@@ -153,6 +153,7 @@ def test_a_step_starts_another_run_exactly_once(store: Shop) -> None:
 # --- replays
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("status", list(JobStatus))
 def test_the_same_key_and_values_return_the_same_run_from_any_status(store: Shop, status: JobStatus) -> None:
     order = store.start(key="a", amount=Decimal(3), status=JobStatus.READY)

@@ -71,6 +71,7 @@ def function_lifecycle(
     retry: Retry | None = None,
     step_timeout: timedelta | Literal["lease"] | None = "lease",
     notify: bool = True,
+    guard: bool = False,
 ) -> Lifecycle[FunctionStatus]:
     """Return the lifecycle of a run class of functions, for its ``__lifecycle__``.
 
@@ -78,6 +79,7 @@ def function_lifecycle(
     :param retry: what goes for functions that say nothing else.
     :param step_timeout: for how long a transactional step may leave its connection idle. See :class:`.Lifecycle`.
     :param notify: whether workers that listen are told of a run that has become ready.
+    :param guard: whether triggers keep the tables to the rules, whoever writes to them.
     """
     return Lifecycle(
         function_statuses,
@@ -92,6 +94,7 @@ def function_lifecycle(
         retry=Retry() if retry is None else retry,
         step_timeout=step_timeout,
         notify=notify,
+        guard=guard,
     )
 
 

@@ -32,6 +32,8 @@ from sqla_durable import (
     FunctionMixin,
     FunctionRun,
     Functions,
+    Guard,
+    GuardViolation,
     HasWorks,
     HolderError,
     KeyConflict,
@@ -89,6 +91,8 @@ from sqla_durable import (
     Worker,
     create_partitions,
     drop_partitions,
+    guard_of,
+    guard_violation,
     partition_sql,
     partitions_of,
     uuid7,
@@ -674,6 +678,7 @@ def errors(failure: Failure) -> list[type[DurableError]]:
         DatabaseUnavailable,
         KeyConflict,
         FrozenPayload,
+        GuardViolation,
         LostLease,
         NestedStep,
         NotIssued,
@@ -718,6 +723,25 @@ async def partitions(session: Session, async_session: AsyncSession) -> None:
     assert_type(dropped.kept, tuple[PartitionKept, ...])
     assert_type([each.since for each in partitions_of(session, MonthlyJob)], list[datetime | None])
     assert_type(partition_sql(MonthlyStep, date(2026, 3, 1), months=2), list[str])
+
+
+class GuardedRun(FunctionMixin, Base):
+    __tablename__ = "guarded_run"
+    __guard__ = True
+
+
+def guards() -> None:
+    guard = guard_of(GuardedRun.__table__)
+    if guard is not None:
+        assert_type(guard, Guard)
+        assert_type(guard.create(), tuple[str, ...])
+        assert_type(guard.drop(lambda table: table.schema), tuple[str, ...])
+        assert_type(guard.source(), str)
+        assert_type(guard.function, str)
+    refused = guard_violation(ValueError())
+    if refused is not None:
+        assert_type(refused, GuardViolation)
+        assert_type((refused.sqlstate, refused.table), tuple[str, str | None])
 
 
 class LimitedRun(FunctionMixin, Base):

@@ -10,7 +10,20 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
+from sqla_durable import (
+    Functions,
+    Lifecycle,
+    Pending,
+    Rate,
+    Receipt,
+    Retry,
+    Run,
+    Runs,
+    RunSummary,
+    Worker,
+    guard_of,
+    guard_violation,
+)
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.typing.accepted import (
     Base,
@@ -176,3 +189,8 @@ def limits(functions: Functions[LimitedRun]) -> None:
     functions.function("b", rate=100)  # type: ignore[arg-type]
     Rate(100, per=60)  # type: ignore[arg-type]
     Rate(100)  # type: ignore[call-arg]
+
+
+def guards() -> None:
+    guard_of(Plan)  # type: ignore[arg-type]
+    guard_violation("SD001")  # type: ignore[arg-type]
