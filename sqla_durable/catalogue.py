@@ -16,7 +16,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.elements import ClauseElement
 
 from sqla_durable.guard import PREFIX
-from sqla_durable.mapping import owned_checks, owned_indexes, plain_dialect, storage_parameters
+from sqla_durable.mapping import owned_checks, owned_indexes, storage_parameters
+from sqla_durable.plain_sql import qualified, quoted, written
 
 _SHADOW: Final = "sqla_durable_shadow"
 _CHECKS: Final = text("SELECT conname, pg_get_expr(conbin, conrelid) FROM pg_constraint"
@@ -83,7 +84,7 @@ class Catalogue:
 
 def existing(connection: Connection, table: Table) -> Catalogue:
     """Return what PostgreSQL has of a table."""
-    return _read(connection, qualified(connection, table))
+    return _read(connection, table_name(connection, table))
 
 
 def wanted(connection: Connection, table: Table, there: Catalogue) -> Catalogue:
@@ -134,34 +135,22 @@ def as_written(definition: str) -> str:
     return _LIST.sub(lambda found: f"{found[1]} {_WORDS[found[2]]} ({found[3].replace(_CAST, '')})", definition)
 
 
-def qualified(connection: Connection, table: Table) -> str:
+def table_name(connection: Connection, table: Table) -> str:
     """Return a table's quoted name, in the schema that it is in for this connection."""
-    translation = connection.get_execution_options().get("schema_translate_map") or {}
-    schema = translation.get(table.schema, table.schema)
-    prefix = "" if schema is None else f"{_quoted(schema)}."
-    return prefix + _quoted(table.name)
+    return qualified(connection.schema_for_object(table), table.name)
 
 
 def _statements(table: Table, there: Catalogue) -> Iterator[str]:
     for name, check in owned_checks(table).items():
         if name in there.checks:
-            yield f"ALTER TABLE {_SHADOW} ADD CONSTRAINT {_quoted(name)} CHECK ({written(check.sqltext)})"
+            yield f"ALTER TABLE {_SHADOW} ADD CONSTRAINT {quoted(name)} CHECK ({written(check.sqltext)})"
     for name, index in owned_indexes(table).items():
         if name in there.indexes:
             where = index.dialect_options["postgresql"]["where"]
             columns = ", ".join(written(cast("ClauseElement", each)) for each in index.expressions)
             predicate = "" if where is None else f" WHERE {written(where)}"
             kind = "UNIQUE INDEX" if index.unique else "INDEX"
-            yield f"CREATE {kind} {_quoted(name)} ON {_SHADOW} ({columns}){predicate}"
-
-
-def written(element: ClauseElement) -> str:
-    """Return an expression of one table as SQL, its values written out."""
-    return str(element.compile(dialect=plain_dialect(), compile_kwargs={"literal_binds": True, "include_table": False}))
-
-
-def _quoted(name: str) -> str:
-    return plain_dialect().identifier_preparer.quote(name)
+            yield f"CREATE {kind} {quoted(name)} ON {_SHADOW} ({columns}){predicate}"
 
 
 def _run(connection: Connection, statement: str) -> None:

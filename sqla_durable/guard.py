@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, Final, cast
 
 from sqlalchemy import (
@@ -31,14 +30,14 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 
 from sqla_durable.exc import ConfigurationError
-from sqla_durable.mapping import notes, plain_dialect, shortened
+from sqla_durable.mapping import notes
+from sqla_durable.plain_sql import digest, literal, qualified, quoted, shortened
 
 OVERRIDES: Final = "durable_override"
 PREFIX: Final = "durable_guard_"
 """What the names of a guard's function and of its triggers begin with."""
 _INFO: Final = "sqla_durable.guard"
 _OVERRIDES_INFO: Final = "sqla_durable.overrides"
-_DIGEST: Final = 8
 
 SchemaOf = Callable[[Table], str | None]
 """Says in which schema a table is, where a ``schema_translate_map`` has it elsewhere than declared."""
@@ -95,9 +94,9 @@ class Guard:
 
         :param schema_of: says in which schema a table is.
         """
-        triggers = _digest("\n".join(t.create(name, "", "") for name, t in self.triggers.items()))
+        triggers = digest("\n".join(t.create(name, "", "") for name, t in self.triggers.items()))
         said = f"-- A guard of sqla_durable, with the triggers {triggers}. It is made from the model: change that."
-        return f"\n{said}\n{self.body(lambda table: qualified(table, table.name, schema_of))}"
+        return f"\n{said}\n{self.body(lambda table: table_name(table, schema_of))}"
 
     def create(self, schema_of: SchemaOf = declared_schema) -> tuple[str, ...]:
         """Return the statements that create it, or replace one of an earlier model.
@@ -110,7 +109,7 @@ class Guard:
             quote = f"{quote[:-1]}_$"
         # A name without a schema is looked up in the search path: of who creates the table, not of who writes to it.
         path = " SET search_path FROM CURRENT" if any(schema_of(table) is None for table in self.named) else ""
-        function, table = self._function(schema_of), qualified(self.table, self.table.name, schema_of)
+        function, table = self._function(schema_of), table_name(self.table, schema_of)
         return (
             f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}",
             *(trigger.create(name, table, function) for name, trigger in self.triggers.items()),
@@ -122,7 +121,7 @@ class Guard:
         :param schema_of: says in which schema a table is.
         :param table_is_gone: whether the triggers went with the table.
         """
-        table = qualified(self.table, self.table.name, schema_of)
+        table = table_name(self.table, schema_of)
         triggers = () if table_is_gone else self.triggers
         return (
             *(f"DROP TRIGGER IF EXISTS {quoted(name)} ON {table}" for name in triggers),
@@ -130,7 +129,7 @@ class Guard:
         )
 
     def _function(self, schema_of: SchemaOf) -> str:
-        return qualified(self.table, self.function, schema_of)
+        return qualified(schema_of(self.table), self.function)
 
 
 def guard_of(table: FromClause) -> Guard | None:
@@ -253,33 +252,9 @@ END
 """  # noqa: S608 - identifiers and literals are quoted
 
 
-def quoted(name: str) -> str:
-    """Return an identifier as SQLAlchemy writes it."""
-    result: str = plain_dialect().identifier_preparer.quote(name)
-    return result
-
-
-def qualified(table: Table, name: str, schema_of: SchemaOf) -> str:
-    """Return a name in the schema of a table."""
-    schema = schema_of(table)
-    return (
-        quoted(name) if schema is None else f"{plain_dialect().identifier_preparer.quote_schema(schema)}.{quoted(name)}"
-    )
-
-
-def literal(value: str) -> str:
-    """Return a string literal, whatever ``standard_conforming_strings`` is."""
-    escape = "E" if "\\" in value else ""
-    return escape + "'" + value.replace("\\", "\\\\").replace("'", "''") + "'"
-
-
-def literals(values: Iterable[str]) -> str:
-    """Return string literals as ``IN`` takes them."""
-    return ", ".join(literal(value) for value in values)
-
-
-def _digest(value: str) -> str:
-    return sha256(value.encode()).hexdigest()[:_DIGEST]
+def table_name(table: Table, schema_of: SchemaOf) -> str:
+    """Return a table's quoted name."""
+    return qualified(schema_of(table), table.name)
 
 
 def _execute(connection: Connection, statements: Iterable[str]) -> None:

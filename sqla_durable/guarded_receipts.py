@@ -12,9 +12,10 @@ from typing import Any, Final
 from sqlalchemy import JSON, Column, ColumnElement, String, Table, func
 from sqlalchemy.dialects.postgresql import JSONB
 
-from sqla_durable.guard import Trigger, attach, is_guarded, literal, overrides_of, quoted, verdict
+from sqla_durable.guard import Trigger, attach, is_guarded, overrides_of, verdict
 from sqla_durable.outcome import Effect, StepOutcome
 from sqla_durable.owned import OwnedRows
+from sqla_durable.plain_sql import literal, quoted
 from sqla_durable.rows import bound
 
 INSERTED: Final = "SD011"

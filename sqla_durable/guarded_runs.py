@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from sqlalchemy import Column, Table
 
-from sqla_durable.guard import Trigger, attach, is_guarded, literal, literals, overrides_of, quoted, verdict
+from sqla_durable.guard import Trigger, attach, is_guarded, overrides_of, verdict
 from sqla_durable.lifecycle import Lifecycle
+from sqla_durable.plain_sql import literal, literals, quoted
 from sqla_durable.rows import Rows
 
 STATUS: Final = "SD001"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from hashlib import sha256
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -17,22 +15,20 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Constraint,
-    Dialect,
     ForeignKeyConstraint,
     Index,
     Table,
     event,
     inspect,
 )
-from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Mapper
 from sqlalchemy.schema import SchemaItem, conv
+
+from sqla_durable.plain_sql import plain_dialect
 
 _INFO = "sqla_durable.index"
 _OWNED = "sqla_durable.owned"
 _VALUES_OF = "sqla_durable.values_of"
-_LONGEST = 63
-_DIGEST = 8
 _WRITTEN = re.compile(r"WITH \(([^)]*)\)", re.IGNORECASE)
 _PREFIXES: Mapping[type[Any], str] = {CheckConstraint: "ck", ForeignKeyConstraint: "fk", Index: "ix"}
 
@@ -149,25 +145,6 @@ def values_of(check: CheckConstraint) -> str | None:
 def owned_indexes(table: Table) -> dict[str, Index]:
     """Return the indexes that the mixins added to a table, by the names that PostgreSQL knows them by."""
     return {str(_final_name(item)): item for item in table.indexes if item.info.get(_OWNED)}
-
-
-def shortened(name: str) -> str:
-    """Return a name that PostgreSQL does not cut off, in bytes, and that differs where the whole name does."""
-    encoded = name.encode()
-    if len(encoded) <= _LONGEST:
-        return name
-    digest = sha256(encoded).hexdigest()[:_DIGEST]
-    return f"{encoded[: _LONGEST - _DIGEST - 1].decode(errors='ignore')}_{digest}"
-
-
-@cache
-def plain_dialect() -> Dialect:
-    """Return a dialect that writes names and SQL as PostgreSQL reads them.
-
-    That of an engine has every percent sign doubled, for a driver that is given parameters.
-    """
-    dialect: Dialect = cast("Any", postgresql.dialect)(paramstyle="named")
-    return dialect
 
 
 def root_table(mapper: Mapper[Any]) -> Table:

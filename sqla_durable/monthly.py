@@ -7,22 +7,19 @@ its instant serves, and no table needs a column for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from hashlib import sha256
 from typing import Any, Final, Literal
 from uuid import UUID, uuid4
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import DDL, Column, Date, DateTime, Table, Uuid, event
-from sqlalchemy.dialects.postgresql.base import PGDialect
-from sqlalchemy.schema import conv
+from sqlalchemy import Column, Date, DateTime, Table, Uuid, event
 
 from sqla_durable.exc import ConfigurationError
+from sqla_durable.plain_sql import ddl, qualified, quoted, shortened
 from sqla_durable.rows import Rows
 
-_LONGEST_NAME: Final = 63
 _RANDOM: Final = "gen_random_uuid", "uuid_generate_v4", "uuidv4"
 _COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
 
@@ -61,7 +58,7 @@ class Partitioned:
 
     def create_default(self, schema: str | None) -> list[str]:
         """The SQL of the partition for rows of every month that has none: without one, such a row is refused."""
-        name = self.qualified(schema, self.default_name)
+        name = qualified(schema, self.default_name)
         storage = self._storage()
         return [f"CREATE TABLE {name} PARTITION OF {self.parent(schema)} DEFAULT{storage}", *self._guarding(name)]
 
@@ -72,7 +69,7 @@ class Partitioned:
 
         :param month: its first day.
         """
-        name, default = self.qualified(schema, self.month_name(month)), self.qualified(schema, self.default_name)
+        name, default = qualified(schema, self.month_name(month)), qualified(schema, self.default_name)
         low, high = self.bounds(month)
         like = " ".join(f"INCLUDING {each}" for each in _COPIED)
         statements = [f"CREATE TABLE {name} (LIKE {self.parent(schema)} {like}){self._storage()}"]
@@ -82,7 +79,7 @@ class Partitioned:
             statements += [
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
-                f"SET CONSTRAINTS {self.qualified(schema, self.guard[0])} IMMEDIATE",
+                f"SET CONSTRAINTS {qualified(schema, self.guard[0])} IMMEDIATE",
                 f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"
@@ -94,11 +91,7 @@ class Partitioned:
 
     def parent(self, schema: str | None) -> str:
         """The name of the table, in SQL."""
-        return self.qualified(schema, self.table.name)
-
-    def qualified(self, schema: str | None, name: str) -> str:
-        """A name in the table's schema, in SQL."""
-        return quoted(name) if schema is None else f"{quoted(schema)}.{quoted(name)}"
+        return qualified(schema, self.table.name)
 
     @property
     def column_name(self) -> str:
@@ -169,7 +162,7 @@ def configure(
     _partitioned[table] = partitioned
 
     def create(target: Table, connection: Any, **_: Any) -> None:
-        for statement in partitioned.create_default(schema_of(target, connection)):
+        for statement in partitioned.create_default(connection.schema_for_object(target)):
             connection.execute(ddl(statement))
 
     event.listen(table, "after_create", create)
@@ -180,38 +173,9 @@ def partitioned(table: Table) -> Partitioned | None:
     return _partitioned.get(table)
 
 
-def schema_of(table: Table, connection: Any) -> str | None:
-    """Return the schema of a table as a connection translates it."""
-    options: Mapping[str, Any] = getattr(connection, "get_execution_options", dict)()
-    translation: Mapping[str | None, str | None] = options.get("schema_translate_map") or {}
-    return translation.get(table.schema, table.schema)
-
-
-def ddl(statement: str) -> DDL:
-    """Return a statement that is sent as it is."""
-    make: Any = DDL
-    sent: DDL = make(statement.replace("%", "%%"))
-    return sent
-
-
 def following(month: date) -> date:
     """Return the first day of the next month."""
     return date(month.year + month.month // 12, month.month % 12 + 1, 1)
-
-
-def quoted(name: str) -> str:
-    """Return a name as SQL has it."""
-    make: Any = PGDialect
-    return str(make(paramstyle="named").identifier_preparer.quote(conv(name)))  # that of the driver doubles "%"
-
-
-def shortened(name: str, suffix: str) -> str:
-    """Return a name with a suffix, in as many bytes as PostgreSQL keeps of one."""
-    room = _LONGEST_NAME - len(suffix.encode())
-    if len(name.encode()) > room:
-        digest = sha256(name.encode()).hexdigest()[:4]
-        name = f"{name.encode()[: room - 5].decode(errors='ignore')}_{digest}"
-    return name + suffix
 
 
 def _position(cls: type[Any], runs: Rows[Any], partition: Monthly) -> tuple[int, Kind]:

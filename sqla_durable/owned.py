@@ -9,7 +9,8 @@ from sqlalchemy.orm import mapped_column
 
 from sqla_durable.exc import ConfigurationError
 from sqla_durable.lease import LeaseMixin
-from sqla_durable.mapping import add_foreign_key, root_table, shortened
+from sqla_durable.mapping import add_foreign_key, root_table
+from sqla_durable.plain_sql import shortened
 from sqla_durable.rows import Rows
 
 _SORT_ORDER = -2

@@ -20,8 +20,9 @@ from sqla_durable import clock
 from sqla_durable.caller import require_postgresql, unproxied
 from sqla_durable.exc import TransactionConflict, UsageError
 from sqla_durable.mapping import root_table
-from sqla_durable.monthly import Kind, Partitioned, ddl, following, partitioned, schema_of
+from sqla_durable.monthly import Kind, Partitioned, following, partitioned
 from sqla_durable.owned import OwnedRows
+from sqla_durable.plain_sql import ddl, qualified
 from sqla_durable.run import RunRows
 from sqla_durable.sqlstate import FOREIGN_KEY_VIOLATION, RESTRICT_VIOLATION, sqlstate_of, translated
 
@@ -245,7 +246,7 @@ class _Open:
         self._session = unproxied(session)
         self.connection = self._session.connection(bind_arguments={"mapper": mapper})
         require_postgresql(self.connection)
-        self.schema = schema_of(self.parts.table, self.connection)
+        self.schema = self.connection.schema_for_object(self.parts.table)
         self.name = self.parts.parent(self.schema)
         self.holds_runs = not hasattr(entity, "__run__")
         run: type[Any] = entity if self.holds_runs else entity.__run__
@@ -307,7 +308,7 @@ class _Open:
         """The months whose rows in the default partition keep them from a partition of their own: runs cannot move."""
         if not self.holds_runs or not months:
             return []
-        default = self.parts.qualified(self.schema, self.parts.default_name)
+        default = qualified(self.schema, self.parts.default_name)
         self.send(f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE")
         return [month for month in months if self._any_in(default, month)]
 
@@ -351,7 +352,7 @@ class _Open:
 
     def qualified(self, each: _Listed) -> str:
         """The name of a partition, in SQL."""
-        return self.parts.qualified(self.schema, each.partition.name)
+        return qualified(self.schema, each.partition.name)
 
 
 def _partitioned(entity: type[Any]) -> Partitioned:

@@ -113,8 +113,9 @@ def translate(error: BaseException) -> DurableError | None:
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
         )
     if is_outdated(error) or is_misrouted(error):
-        came = "changed what a prepared statement returns" if is_outdated(error) else "created the partition of a month"
-        return TransactionConflict(f"another transaction {came}; do it again: {shown}")
+        outdated = "a migration changed what a prepared statement returns"
+        misrouted = "the partition of this row's month was created just now"
+        return TransactionConflict(f"{outdated if is_outdated(error) else misrouted}; do it again: {shown}")
     if code in _TIMEOUTS:
         return StepTimeout(
             f"PostgreSQL cut the transaction off ({_TIMEOUTS[code]}, SQLSTATE {code}); nothing of it was "

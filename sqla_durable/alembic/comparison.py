@@ -19,9 +19,10 @@ from sqla_durable.alembic.guards import compare_guards
 from sqla_durable.alembic.operation import SqlOp
 from sqla_durable.alembic.removal import refusal, values_in
 from sqla_durable.alembic.verbatim import Verbatim
-from sqla_durable.catalogue import Catalogue, as_written, written
+from sqla_durable.catalogue import Catalogue, as_written
 from sqla_durable.mapping import owned_checks, owned_indexes, values_of
 from sqla_durable.monthly import partitioned
+from sqla_durable.plain_sql import written
 
 _log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose level Alembic's ini file sets
 

@@ -12,7 +12,7 @@ from sqla_durable import catalogue
 from sqla_durable.alembic.operation import SqlOp
 from sqla_durable.catalogue import GuardThere
 from sqla_durable.guard import Guard, guard_of
-from sqla_durable.mapping import plain_dialect
+from sqla_durable.plain_sql import quoted
 
 _log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose level Alembic's ini file sets
 
@@ -25,7 +25,7 @@ def compare_guards(
     It is dropped before all else, since it holds on to columns and would refuse rows another status; and created after
     all else.
     """
-    name = None if there is None else catalogue.qualified(connection, there)
+    name = None if there is None else catalogue.table_name(connection, there)
     found = None if name is None else catalogue.guard_there(connection, name)
     wanted = None if table is None else guard_of(table)
     if _is_same(found, wanted):
@@ -44,6 +44,5 @@ def _is_same(found: GuardThere | None, wanted: Guard | None) -> bool:
 
 
 def _dropping(table: str, found: GuardThere) -> SqlOp:
-    quote = plain_dialect().identifier_preparer.quote
-    triggers = [f"DROP TRIGGER {quote(name)} ON {table}" for name in found.triggers]
+    triggers = [f"DROP TRIGGER {quoted(name)} ON {table}" for name in found.triggers]
     return SqlOp([*triggers, f"DROP FUNCTION {found.function}()"], [found.definition, *found.triggers.values()])

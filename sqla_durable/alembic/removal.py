@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from sqla_durable.alembic.operation import SqlOp
-from sqla_durable.mapping import plain_dialect
+from sqla_durable.plain_sql import literal, literals, quoted
 
 _TEXT: Final = re.compile(r"'((?:[^']|'')*)'")
 
@@ -28,7 +28,7 @@ def refusal(table: str, column: str, removed: Collection[str], added: Collection
     :param removed: the statuses that are gone.
     :param added: the statuses that are new.
     """
-    name = plain_dialect().identifier_preparer.quote(column)
+    name = quoted(column)
     forth, back = _statement(table, name, removed), _statement(table, name, added)
     return SqlOp(forth, back, _comment(table, name, removed), _comment(table, name, added))
 
@@ -36,15 +36,15 @@ def refusal(table: str, column: str, removed: Collection[str], added: Collection
 def _statement(table: str, column: str, removed: Collection[str]) -> list[str]:
     if not removed:
         return []
-    rule = f"{table}.{column} IN ({_listed(removed)})"
-    told = _quoted(f" rows are in a status that this migration removes: {rule}")
-    hint = _quoted(f"Give them another one above this statement of the migration: {_update(table, column, removed)}")
+    rule = f"{table}.{column} IN ({literals(removed)})"
+    told = literal(f" rows are in a status that this migration removes: {rule}")
+    hint = literal(f"Give them another one above this statement of the migration: {_update(table, column, removed)}")
     statement = (
         "DO $refuse$\n"
         "DECLARE\n"
         "    remaining bigint;\n"
         "BEGIN\n"
-        f"    SELECT count(*) INTO remaining FROM {table} WHERE {column} IN ({_listed(removed)});\n"
+        f"    SELECT count(*) INTO remaining FROM {table} WHERE {column} IN ({literals(removed)});\n"
         "    IF remaining > 0 THEN\n"
         f"        RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = remaining || {told},\n"
         f"            HINT = {hint};\n"
@@ -61,12 +61,4 @@ def _comment(table: str, column: str, removed: Collection[str]) -> list[str]:
 
 
 def _update(table: str, column: str, removed: Collection[str]) -> str:
-    return f"UPDATE {table} SET {column} = '...' WHERE {column} IN ({_listed(removed)})"
-
-
-def _listed(values: Collection[str]) -> str:
-    return ", ".join(map(_quoted, values))
-
-
-def _quoted(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
+    return f"UPDATE {table} SET {column} = '...' WHERE {column} IN ({literals(removed)})"

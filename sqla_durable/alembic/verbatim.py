@@ -16,7 +16,7 @@ from sqlalchemy import CheckConstraint, ClauseElement, ColumnElement
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from sqla_durable.catalogue import written
+from sqla_durable.plain_sql import written
 
 _PARAMETER: Final = re.compile(r"(?<![:\w\\]):(?=\w)")
 
