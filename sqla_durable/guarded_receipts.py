@@ -162,21 +162,17 @@ BEGIN
     remedy := 'What is recorded of a step that has ended is never changed: see Runs.fork() for functions.';"""
 
     def _deleted(self) -> str:
-        outcome, effect, fence, step = (self._name(name) for name in ("outcome", "effect", "fence", "step"))
-        issued, pending, failed, succeeded = (
-            literal(each)
-            for each in (StepOutcome.ISSUED, StepOutcome.PENDING, StepOutcome.FAILED, StepOutcome.SUCCEEDED)
+        outcome, effect, step = (self._name(name) for name in ("outcome", "effect", "step"))
+        issued, pending, failed = (
+            literal(each) for each in (StepOutcome.ISSUED, StepOutcome.PENDING, StepOutcome.FAILED)
         )
         operation, signal = literal(Effect.OPERATION), literal(Effect.SIGNAL)
         return f"""\
     IF run_status IS NULL OR OLD.{outcome} IS NULL THEN
       NULL;  -- it goes with its run, or was never committed
-    ELSIF current_setting('{_TAKEN_BACK}', true) = OLD.{step} AND (
-      (OLD.{effect} = {operation} AND OLD.{outcome} IN ({issued}, {failed}))
-      OR (OLD.{effect} = {signal} AND OLD.{outcome} = {succeeded}
-        AND run_status = {literal(self._lifecycle.running)} AND run_fence = OLD.{fence})
-    ) THEN
-      NULL;  -- an operation was never issued, or a signal is given back
+    ELSIF OLD.{effect} = {operation} AND OLD.{outcome} IN ({issued}, {failed})
+      AND current_setting('{_TAKEN_BACK}', true) = OLD.{step} THEN
+      NULL;  -- it was never issued
     ELSIF run_is_unclaimed AND (
       (OLD.{outcome} = {failed} AND OLD.{effect} <> {operation})
       OR (OLD.{outcome} = {pending} AND OLD.{effect} = {signal})
