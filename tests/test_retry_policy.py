@@ -563,6 +563,7 @@ def test_the_asyncio_form_decides_alike(engine: Engine, session_factory: session
 # --- fairness
 
 
+@pytest.mark.past_guards
 def test_runs_never_tried_and_runs_tried_again_are_claimed_in_the_order_they_are_due(
     engine: Engine, session_factory: sessionmaker[Session]
 ) -> None:
