@@ -7,7 +7,7 @@ its instant serves, and no table needs a column for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Any, Final, Literal
@@ -62,12 +62,13 @@ class Partitioned:
         storage = self._storage()
         return [f"CREATE TABLE {name} PARTITION OF {self.parent(schema)} DEFAULT{storage}", *self._guarding(name)]
 
-    def create_month(self, month: date, schema: str | None) -> list[str]:
+    def create_month(self, month: date, schema: str | None, guards: Collection[str] = ()) -> list[str]:
         """The SQL of the partition of a month; a row that is in the default one already moves, if it may.
 
         ``CREATE TABLE ... PARTITION OF`` would lock out every reader of the table, where ``ATTACH`` locks out nobody.
 
         :param month: its first day.
+        :param guards: triggers that refuse to have a row removed, which one that moves is not.
         """
         name, default = qualified(schema, self.month_name(month)), qualified(schema, self.default_name)
         low, high = self.bounds(month)
@@ -80,7 +81,9 @@ class Partitioned:
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
                 f"SET CONSTRAINTS {qualified(schema, self.guard[0])} IMMEDIATE",
+                *(f"ALTER TABLE {default} DISABLE TRIGGER {quoted(each)}" for each in guards),
                 f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
+                *(f"ALTER TABLE {default} ENABLE TRIGGER {quoted(each)}" for each in guards),
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"
         return [*statements, attach, *self._guarding(name)]

@@ -40,6 +40,7 @@ class Base(DeclarativeBase):
 
 class Parted(FunctionMixin, Base):
     __tablename__ = "parted"
+    __guard__ = True  # which a receipt that moves to the partition of its month must pass
 
 
 class PartedStep(ReceiptMixin[Parted], Base):
