@@ -24,7 +24,7 @@ from sqla_durable.rows import Rows
 
 _LONGEST_NAME: Final = 63
 _RANDOM: Final = "gen_random_uuid", "uuid_generate_v4", "uuidv4"
-_COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
+COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
 
 Kind = Literal["uuid", "timestamptz", "date"]
 
@@ -74,7 +74,7 @@ class Partitioned:
         """
         name, default = self.qualified(schema, self.month_name(month)), self.qualified(schema, self.default_name)
         low, high = self.bounds(month)
-        like = " ".join(f"INCLUDING {each}" for each in _COPIED)
+        like = " ".join(f"INCLUDING {each}" for each in COPIED)
         statements = [f"CREATE TABLE {name} (LIKE {self.parent(schema)} {like}){self._storage()}"]
         if self.guard is not None:
             within = f"{self.column_name} >= {low} AND {self.column_name} < {high}"

@@ -1,4 +1,4 @@
-"""What Alembic does not compare in a table of this library: what is in checks and indexes, storage, and the guard."""
+"""What Alembic does not compare in a table of this library: checks, indexes, storage, partitioning, and the guard."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sqlalchemy.schema import conv
 from sqla_durable import catalogue
 from sqla_durable.alembic.guards import compare_guards
 from sqla_durable.alembic.operation import SqlOp
+from sqla_durable.alembic.partitioning import compare_partitioning
 from sqla_durable.alembic.removal import refusal, values_in
 from sqla_durable.alembic.verbatim import Verbatim
 from sqla_durable.catalogue import Catalogue, as_written, written
@@ -46,7 +47,8 @@ def compare(
             modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
     if there is None and table is not None and (months := partitioned(table)) is not None:
         modified.ops.append(SqlOp(months.create_default(table.schema)))
-    compare_guards(connection, modified, there, table)
+    is_replaced = compare_partitioning(connection, modified, there, table)
+    compare_guards(connection, modified, there, table, is_replaced=is_replaced)
     return PriorityDispatchResult.CONTINUE
 
 
