@@ -65,12 +65,13 @@ class Partitioned:
         storage = self._storage()
         return [f"CREATE TABLE {name} PARTITION OF {self.parent(schema)} DEFAULT{storage}", *self._guarding(name)]
 
-    def create_month(self, month: date, schema: str | None) -> list[str]:
+    def create_month(self, month: date, schema: str | None, watching: Sequence[str] = ()) -> list[str]:
         """The SQL of the partition of a month; a row that is in the default one already moves, if it may.
 
         ``CREATE TABLE ... PARTITION OF`` would lock out every reader of the table, where ``ATTACH`` locks out nobody.
 
         :param month: its first day.
+        :param watching: the triggers that would take the move for a deletion.
         """
         name, default = self.qualified(schema, self.month_name(month)), self.qualified(schema, self.default_name)
         low, high = self.bounds(month)
@@ -83,7 +84,9 @@ class Partitioned:
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
                 f"SET CONSTRAINTS {self.qualified(schema, self.guard[0])} IMMEDIATE",
+                *(f"ALTER TABLE {default} DISABLE TRIGGER {quoted(trigger)}" for trigger in watching),
                 f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
+                *(f"ALTER TABLE {default} ENABLE TRIGGER {quoted(trigger)}" for trigger in watching),
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"
         return [*statements, attach, *self._guarding(name)]

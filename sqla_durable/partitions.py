@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session, class_mapper, scoped_session
 from sqla_durable import clock
 from sqla_durable.caller import require_postgresql, unproxied
 from sqla_durable.exc import TransactionConflict, UsageError
+from sqla_durable.guard import deletion_triggers
 from sqla_durable.mapping import root_table
 from sqla_durable.monthly import Kind, Partitioned, ddl, following, partitioned, schema_of
 from sqla_durable.owned import OwnedRows
@@ -114,7 +115,8 @@ def partition_sql(entity: type[Any], first: date, months: int = 1) -> list[str]:
     :raises UsageError: where the class is not partitioned.
     """
     parts = _partitioned(entity)
-    return [each for month in _months(first, months) for each in parts.create_month(month, parts.table.schema)]
+    schema, watching = parts.table.schema, deletion_triggers(parts.table)
+    return [each for month in _months(first, months) for each in parts.create_month(month, schema, watching)]
 
 
 def partitions_of(session: Session | scoped_session[Any], entity: type[Any]) -> list[Partition]:
@@ -154,8 +156,9 @@ def create_partitions(
         missing = [month for month in _months(table.today(), months + 1) if not any(each.has(month) for each in there)]
         occupied = table.occupied(missing)
         missing = [month for month in missing if month not in occupied]
+        watching = deletion_triggers(table.parts.table)
         for month in missing:
-            table.send(*table.parts.create_month(month, table.schema))
+            table.send(*table.parts.create_month(month, table.schema, watching))
         created = [each.partition for each in table.listed() if any(each.has(month) for month in missing)]
     return PartitionsCreated(tuple(created), tuple(occupied))
 

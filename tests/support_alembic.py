@@ -18,7 +18,7 @@ from textwrap import dedent
 from typing import Any, Self
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import NullPool, create_engine, make_url, text
 
 import sqla_durable
 from sqla_durable import embedded
@@ -234,12 +234,10 @@ class Project:
 
     def sql(self, *statements: str) -> list[Any]:
         """Execute SQL and return the last statement's rows."""
-        engine = create_engine(self.url)
+        engine = create_engine(self.url, poolclass=NullPool)
         with engine.begin() as connection:
             results = [connection.execute(text(statement.replace(":", "\\:"))) for statement in statements]
-            rows = results[-1].all() if results[-1].returns_rows else []
-        engine.dispose()
-        return list(rows)
+            return list(results[-1].all()) if results[-1].returns_rows else []
 
     def psql(self, script: str, bin_dir: Path | None) -> None:
         """Pipe a script into psql, which stops at the first error."""

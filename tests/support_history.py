@@ -159,11 +159,14 @@ class History:
         self.dumps.append(self.project.dump(self.bin_dir))
         self.revisions.append("base")
 
-    def step(self, models: str, *, upgrade: str | None = None, downgrade: str | None = None) -> str:
+    def step(
+        self, models: str, *, upgrade: str | None = None, downgrade: str | None = None, besides: Sequence[str] = ()
+    ) -> str:
         """Change the models and migrate; with nothing left to do, and tables as ``create_all`` makes them.
 
         :param upgrade: a statement to execute where the upgrade proposes one.
         :param downgrade: one to execute where the downgrade does.
+        :param besides: what was executed in the database besides the migrations.
         :return: the migration.
         """
         number = len(self.revisions)
@@ -183,6 +186,8 @@ class History:
         self.dumps.append(self.project.dump(self.bin_dir))
         drop_all(self.fresh, self.shape.schema)
         self.fresh.create_all()
+        if besides:
+            self.fresh.sql(*besides)
         assert_same(self.fresh.dump(self.bin_dir), self.dumps[-1])
         return self.migration(number)
 
@@ -211,7 +216,7 @@ class History:
         told = self.project.alembic(*(f"{way} --sql" for way in ways))
         scripts = told.split("$ alembic ")[1:]
         drop_all(self.fresh, self.shape.schema)
-        for way, sql, at in zip(ways, scripts, [*range(1, last + 1), *range(last - 1, -1, -1)], strict=True):
+        for sql, at in zip(scripts, [*range(1, last + 1), *range(last - 1, -1, -1)], strict=True):
             self.fresh.psql(script(sql.partition("\n")[2]), self.bin_dir)
             assert_same(self.fresh.dump(self.bin_dir), self.dumps[at])
 

@@ -72,8 +72,8 @@ def compare_partitioning(
     conversion = _Conversion(connection, there, name, parts)
     # Each partition has that foreign key to itself, and the table has none.
     unsealed = conversion.unsealed()
-    modified.ops[:] = [op for op in modified.ops if unsealed is None or getattr(op, "constraint_name", None) != unsealed]
-    modified.ops.insert(0, SqlOp(list(conversion.forth()), list(conversion.back()), _COMMENT))
+    kept = (op for op in modified.ops if unsealed is None or getattr(op, "constraint_name", None) != unsealed)
+    modified.ops[:] = [SqlOp(list(conversion.forth()), list(conversion.back()), _COMMENT), *kept]
     return True
 
 
@@ -106,7 +106,7 @@ class _Conversion:
         columns = ", ".join(_quoted(column.name) for column in self.there.columns if column.computed is None)
         # Or the table could not be altered before what the INSERT defers has been checked.
         yield "SET CONSTRAINTS ALL IMMEDIATE"
-        yield f"INSERT INTO {self.default} ({columns}) SELECT {columns} FROM {self.name}"  # noqa: S608 - quoted
+        yield f"INSERT INTO {self.default} ({columns}) SELECT {columns} FROM {self.name}"
         yield f"DROP TABLE {self.name}"
         yield f"ALTER TABLE {self.default} RENAME TO {_quoted(self.there.name)}"
         yield from self._renamed_back()
