@@ -252,7 +252,7 @@ def filled_in(migration: str, statement: str | None) -> str:
 
 def assert_same(dump: list[str], expected: list[str]) -> None:
     """Two dumps are the same, or their differences are told."""
-    assert not list(unified_diff(expected, dump, "expected", "found", lineterm=""))
+    assert "\n".join(unified_diff(expected, dump, "expected", "found", lineterm="", n=1)) == ""
 
 
 def quoted(name: str) -> str:
