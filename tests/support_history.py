@@ -252,7 +252,8 @@ def filled_in(migration: str, statement: str | None) -> str:
 
 def assert_same(dump: list[str], expected: list[str]) -> None:
     """Two dumps are the same, or their differences are told."""
-    assert "\n".join(unified_diff(expected, dump, "expected", "found", lineterm="", n=1)) == ""
+    difference = "\n".join(unified_diff(expected, dump, "expected", "found", lineterm="", n=1))
+    assert not difference, difference
 
 
 def quoted(name: str) -> str:

@@ -186,6 +186,17 @@ def test_columns_of_any_name_are_compared(project: Project) -> None:
     assert_there_and_back(project, before)
 
 
+def test_what_would_go_with_a_column_is_dropped_before_it_and_comes_back(project: Project) -> None:
+    check = "__table_args__ = (sa.CheckConstraint(\"note <> '' OR status = 'pending'\", name=\"own\"),)"
+    change_models(project, ("    id: Mapped[int]", f"    {check}\n    id: Mapped[int]"))
+    migrate(project)
+    before = project.catalogue()
+    change_models(project, (f"{check}\n", "\n"), ("statuses.column()", 'statuses.column("state")'))
+    assert NOTHING_NEW in migrate(project)
+    assert {"own", "ck_plan_lease"} & {name for _, _, name, _ in project.catalogue()} == {"ck_plan_lease"}
+    assert_there_and_back(project, before)
+
+
 def test_tables_in_schemas_are_compared(project: Project) -> None:
     project.models('schema="My \\"App\\""')
     project.sql('CREATE SCHEMA "My ""App"""')

@@ -29,6 +29,13 @@ _COMMENT: Final = (
 )
 
 _KIND: Final = text("SELECT relkind FROM pg_class WHERE oid = to_regclass(:table)")
+_DEFAULT: Final = text(
+    "SELECT pg_get_partkeydef(partrelid) AS key, format('%I', relname) AS name,"
+    " array_to_string(reloptions, ', ') AS storage,"
+    " ARRAY(SELECT format('ADD CONSTRAINT %I %s', conname, pg_get_constraintdef(f.oid)) FROM pg_constraint f"
+    " WHERE conrelid = partdefid AND contype = 'f' AND conparentid = 0 ORDER BY conname) AS own"
+    " FROM pg_partitioned_table LEFT JOIN pg_class ON pg_class.oid = partdefid WHERE partrelid = to_regclass(:table)"
+)
 _CONSTRAINTS: Final = text(
     "SELECT conname AS name, contype AS kind, pg_get_constraintdef(c.oid) AS definition, confrelid = conrelid AS own,"
     " ARRAY(SELECT attname::text FROM unnest(conkey) WITH ORDINALITY AS k (number, position)"
@@ -60,7 +67,10 @@ def compare_partitioning(
 
     The other way round, there is nothing but a warning.
     """
-    if there is None or table is None:
+    if there is None:
+        return False
+    if table is None:
+        _keep_partitioning(connection, modified, there)
         return False
     name, parts = catalogue.qualified(connection, there), partitioned(table)
     is_there = connection.execute(_KIND, {"table": name}).scalar() == "p"
@@ -75,6 +85,20 @@ def compare_partitioning(
     kept = (op for op in modified.ops if unsealed is None or getattr(op, "constraint_name", None) != unsealed)
     modified.ops[:] = [SqlOp(list(conversion.forth()), list(conversion.back()), _COMMENT), *kept]
     return True
+
+
+def _keep_partitioning(connection: Connection, modified: ops.ModifyTableOps, there: Table) -> None:
+    """Have a table that is removed come back with its default partition, without which it would refuse all rows."""
+    name = catalogue.qualified(connection, there)
+    found = connection.execute(_DEFAULT, {"table": name}).one_or_none()
+    if found is None:
+        return
+    there.dialect_kwargs["postgresql_partition_by"] = found.key.replace("%", "%%")
+    if found.name is not None:
+        default = f"{name.removesuffix(_quoted(there.name))}{found.name}"
+        storage = f" WITH ({found.storage})" if found.storage else ""
+        own = [f"ALTER TABLE {default} {each}" for each in found.own]
+        modified.ops.append(SqlOp([], [f"CREATE TABLE {default} PARTITION OF {name} DEFAULT{storage}", *own]))
 
 
 @dataclass(frozen=True)
