@@ -7,8 +7,8 @@ the model's, on a temporary table that is rolled back; parsing both instead woul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 from sqlalchemy import Connection, Table, text
@@ -22,6 +22,10 @@ from sqla_durable.plain_sql import qualified, quoted, written
 _SHADOW: Final = "sqla_durable_shadow"
 _CHECKS: Final = text("SELECT conname, pg_get_expr(conbin, conrelid) FROM pg_constraint"
     " WHERE contype = 'c' AND conrelid = to_regclass(:table)")  # fmt: skip
+_COLUMNS: Final = text(
+    "SELECT conname, ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = conrelid AND attnum = ANY (conkey))"
+    " FROM pg_constraint WHERE contype = 'c' AND conrelid = to_regclass(:table)"
+)
 _INDEXES: Final = text(
     "SELECT c.relname, concat_ws(' ', CASE WHEN indisunique THEN 'unique' END,"
     " (SELECT string_agg(pg_get_indexdef(indexrelid, k, true), ', ' ORDER BY k) FROM generate_series(1, indnatts) k),"
@@ -74,12 +78,14 @@ class Catalogue:
     :param checks: the expressions of its checks.
     :param indexes: what its indexes are made of.
     :param storage: its storage parameters.
+    :param columns: the columns that its checks are about.
     """
 
     table: str
     checks: Mapping[str, str]
     indexes: Mapping[str, str]
     storage: Mapping[str, str]
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def existing(connection: Connection, table: Table) -> Catalogue:
@@ -159,5 +165,5 @@ def _run(connection: Connection, statement: str) -> None:
 
 def _read(connection: Connection, table: str) -> Catalogue:
     given = {"table": table}
-    definitions = (connection.execute(query, given).all() for query in (_CHECKS, _INDEXES, _STORAGE))
+    definitions = (connection.execute(query, given).all() for query in (_CHECKS, _INDEXES, _STORAGE, _COLUMNS))
     return Catalogue(table, *({row[0]: row[1] for row in rows} for rows in definitions))

@@ -141,6 +141,13 @@ def guard_of(table: FromClause) -> Guard | None:
     return guard
 
 
+def deletion_triggers(table: Table) -> list[str]:
+    """Return the names of the triggers by which the guard of a table, if it has one, is told of deleted rows."""
+    guard = guard_of(table)
+    triggers = {} if guard is None else guard.triggers
+    return [name for name, each in triggers.items() if each.each == "ROW" and "DELETE" in each.when]
+
+
 def is_guarded(run: type[Any]) -> bool:
     """Whether a run class asks for guards, of its own table and of what belongs to its runs."""
     return bool(run.__guard__ or run.__lifecycle__.guard)

@@ -7,7 +7,7 @@ its instant serves, and no table needs a column for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Any, Final, Literal
@@ -21,7 +21,7 @@ from sqla_durable.plain_sql import ddl, qualified, quoted, shortened
 from sqla_durable.rows import Rows
 
 _RANDOM: Final = "gen_random_uuid", "uuid_generate_v4", "uuidv4"
-_COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
+COPIED: Final = "DEFAULTS", "CONSTRAINTS", "GENERATED", "STORAGE", "COMPRESSION"
 
 Kind = Literal["uuid", "timestamptz", "date"]
 
@@ -62,17 +62,17 @@ class Partitioned:
         storage = self._storage()
         return [f"CREATE TABLE {name} PARTITION OF {self.parent(schema)} DEFAULT{storage}", *self._guarding(name)]
 
-    def create_month(self, month: date, schema: str | None, guards: Collection[str] = ()) -> list[str]:
+    def create_month(self, month: date, schema: str | None, watching: Sequence[str] = ()) -> list[str]:
         """The SQL of the partition of a month; a row that is in the default one already moves, if it may.
 
         ``CREATE TABLE ... PARTITION OF`` would lock out every reader of the table, where ``ATTACH`` locks out nobody.
 
         :param month: its first day.
-        :param guards: triggers that refuse to have a row removed, which one that moves is not.
+        :param watching: the triggers that would take the move for a deletion.
         """
         name, default = qualified(schema, self.month_name(month)), qualified(schema, self.default_name)
         low, high = self.bounds(month)
-        like = " ".join(f"INCLUDING {each}" for each in _COPIED)
+        like = " ".join(f"INCLUDING {each}" for each in COPIED)
         statements = [f"CREATE TABLE {name} (LIKE {self.parent(schema)} {like}){self._storage()}"]
         if self.guard is not None:
             within = f"{self.column_name} >= {low} AND {self.column_name} < {high}"
@@ -81,9 +81,9 @@ class Partitioned:
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
                 f"SET CONSTRAINTS {qualified(schema, self.guard[0])} IMMEDIATE",
-                *(f"ALTER TABLE {default} DISABLE TRIGGER {quoted(each)}" for each in guards),
+                *(f"ALTER TABLE {default} DISABLE TRIGGER {quoted(trigger)}" for trigger in watching),
                 f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
-                *(f"ALTER TABLE {default} ENABLE TRIGGER {quoted(each)}" for each in guards),
+                *(f"ALTER TABLE {default} ENABLE TRIGGER {quoted(trigger)}" for trigger in watching),
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"
         return [*statements, attach, *self._guarding(name)]

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session, class_mapper, scoped_session
 from sqla_durable import clock
 from sqla_durable.caller import require_postgresql, unproxied
 from sqla_durable.exc import TransactionConflict, UsageError
-from sqla_durable.guard import guard_of
+from sqla_durable.guard import deletion_triggers
 from sqla_durable.mapping import root_table
 from sqla_durable.monthly import Kind, Partitioned, following, partitioned
 from sqla_durable.owned import OwnedRows
@@ -116,7 +116,8 @@ def partition_sql(entity: type[Any], first: date, months: int = 1) -> list[str]:
     :raises UsageError: where the class is not partitioned.
     """
     parts = _partitioned(entity)
-    return [each for month in _months(first, months) for each in _created(parts, month, parts.table.schema)]
+    schema, watching = parts.table.schema, deletion_triggers(parts.table)
+    return [each for month in _months(first, months) for each in parts.create_month(month, schema, watching)]
 
 
 def partitions_of(session: Session | scoped_session[Any], entity: type[Any]) -> list[Partition]:
@@ -156,8 +157,9 @@ def create_partitions(
         missing = [month for month in _months(table.today(), months + 1) if not any(each.has(month) for each in there)]
         occupied = table.occupied(missing)
         missing = [month for month in missing if month not in occupied]
+        watching = deletion_triggers(table.parts.table)
         for month in missing:
-            table.send(*_created(table.parts, month, table.schema))
+            table.send(*table.parts.create_month(month, table.schema, watching))
         created = [each.partition for each in table.listed() if any(each.has(month) for month in missing)]
     return PartitionsCreated(tuple(created), tuple(occupied))
 
@@ -195,12 +197,6 @@ def drop_partitions(
             else:
                 kept.append(reason)
     return PartitionsDropped(tuple(dropped), tuple(kept))
-
-
-def _created(parts: Partitioned, month: date, schema: str | None) -> list[str]:
-    guard = guard_of(parts.table)
-    triggers = {} if guard is None else guard.triggers
-    return parts.create_month(month, schema, [name for name, each in triggers.items() if "DELETE" in each.when])
 
 
 def _drop(table: _Open, each: _Listed) -> PartitionKept | None:

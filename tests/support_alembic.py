@@ -18,7 +18,7 @@ from textwrap import dedent
 from typing import Any, Self
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import NullPool, create_engine, make_url, text
 
 import sqla_durable
 from sqla_durable import embedded
@@ -206,6 +206,17 @@ class Project:
             """
         )
 
+    def dump(self, bin_dir: Path | None) -> list[str]:
+        """What ``pg_dump --schema-only`` writes, as :func:`comparable` has it."""
+        ended = subprocess.run(self.dumping(bin_dir), capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return comparable(ended.stdout)
+
+    def dumping(self, bin_dir: Path | None) -> list[str]:
+        """The command line that dumps the schema, but for Alembic's own table."""
+        url = make_url(self.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        return [program("pg_dump", bin_dir), "--schema-only", "--exclude-table=*.alembic_version*", url]
+
     def start_anew(self, *schemas: str) -> None:
         """Empty the database, but for the named schemas."""
         for schema in "public", *schemas:
@@ -223,18 +234,16 @@ class Project:
 
     def sql(self, *statements: str) -> list[Any]:
         """Execute SQL and return the last statement's rows."""
-        engine = create_engine(self.url)
+        engine = create_engine(self.url, poolclass=NullPool)
         with engine.begin() as connection:
             results = [connection.execute(text(statement.replace(":", "\\:"))) for statement in statements]
-            rows = results[-1].all() if results[-1].returns_rows else []
-        engine.dispose()
-        return list(rows)
+            return list(results[-1].all()) if results[-1].returns_rows else []
 
     def psql(self, script: str, bin_dir: Path | None) -> None:
         """Pipe a script into psql, which stops at the first error."""
         url = make_url(self.url).set(drivername="postgresql").render_as_string(hide_password=False)
         ended = subprocess.run(
-            [_psql(bin_dir), "--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1", url],
+            [program("psql", bin_dir), "--no-psqlrc", "--quiet", "--set=ON_ERROR_STOP=1", url],
             input=script,
             capture_output=True,
             text=True,
@@ -268,13 +277,38 @@ def script(said: str) -> str:
     )
 
 
-def _psql(bin_dir: Path | None) -> str:
+def comparable(dump: str) -> list[str]:
+    """The lines of a dump, but for what cannot be the same by migrations and by ``create_all``.
+
+    That is the order of columns: ALTER TABLE appends a column, and PostgreSQL has no way to put it between others. So
+    the lines within the parentheses of a CREATE TABLE are sorted. Comments go, which tell the versions of server and
+    client, and the random key of the ``\\restrict`` that recent releases write.
+    """
+    lines: list[str] = []
+    columns: list[str] | None = None
+    for line in dump.splitlines():
+        if not line or line.startswith(("--", "\\restrict", "\\unrestrict")):
+            continue
+        if columns is not None and line.startswith(")"):
+            lines += sorted(columns)
+            columns = None
+        if columns is None:
+            lines.append(line)
+        else:
+            columns.append(line.removesuffix(","))
+        if line.startswith("CREATE TABLE ") and line.endswith(" ("):
+            columns = []
+    return lines
+
+
+def program(name: str, bin_dir: Path | None) -> str:
+    """One of PostgreSQL's programs, of the server's own release if need be."""
     if bin_dir is None:
         try:
             bin_dir = embedded.find_binaries()
         except embedded.EmbeddedError:
             bin_dir = None
-    program = shutil.which("psql", path=bin_dir) or shutil.which("psql")
-    if program is None:
-        pytest.skip("there is no psql, neither beside the server's programs nor on PATH")
-    return program
+    found = shutil.which(name, path=bin_dir) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"there is no {name}, neither beside the server's programs nor on PATH")
+    return found

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 
+from sqla_durable.alembic.verbatim import escaped
 from tests.support_alembic import NOTHING_NEW, PLUGIN, USUAL, Project, script
 
 ADDED = ('    FAILED = "failed"', '    FAILED = "failed"\n    LOST = "lost"')
@@ -181,6 +186,17 @@ def test_columns_of_any_name_are_compared(project: Project) -> None:
     assert_there_and_back(project, before)
 
 
+def test_what_would_go_with_a_column_is_dropped_before_it_and_comes_back(project: Project) -> None:
+    check = "__table_args__ = (sa.CheckConstraint(\"note <> '' OR status = 'pending'\", name=\"own\"),)"
+    change_models(project, ("    id: Mapped[int]", f"    {check}\n    id: Mapped[int]"))
+    migrate(project)
+    before = project.catalogue()
+    change_models(project, (f"{check}\n", "\n"), ("statuses.column()", 'statuses.column("state")'))
+    assert NOTHING_NEW in migrate(project)
+    assert {"own", "ck_plan_lease"} & {name for _, _, name, _ in project.catalogue()} == {"ck_plan_lease"}
+    assert_there_and_back(project, before)
+
+
 def test_tables_in_schemas_are_compared(project: Project) -> None:
     project.models('schema="My \\"App\\""')
     project.sql('CREATE SCHEMA "My ""App"""')
@@ -207,6 +223,12 @@ def test_the_sql_of_changed_statuses_can_be_applied_by_somebody_else(
     (new,) = project.sql("SELECT version_num FROM alembic_version")[0]
     project.psql(script(project.alembic(f"downgrade {new}:{old} --sql")), bin_dir)
     assert project.catalogue() == before
+
+
+def test_sql_comes_out_of_a_migration_as_it_was_whatever_is_in_it() -> None:
+    dialect: Any = postgresql.dialect
+    for sql in map("".join, product(":\\ax' ", repeat=6)):
+        assert str(text(escaped(sql)).compile(dialect=dialect(paramstyle="named"))) == sql
 
 
 def is_refused(project: Project) -> bool:

@@ -1,22 +1,23 @@
-"""What Alembic does not compare in a table of this library: what is in checks and indexes, storage, and the guard."""
+"""What Alembic does not compare in a table of this library: checks, indexes, storage, partitioning, and the guard."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from alembic.autogenerate.api import AutogenContext
 from alembic.operations import ops
 from alembic.runtime.environment import NameFilterType
 from alembic.util import PriorityDispatchResult
-from sqlalchemy import CheckConstraint, Index, Table
+from sqlalchemy import CheckConstraint, Column, Index, Table
 from sqlalchemy.schema import conv
 
 from sqla_durable import catalogue
 from sqla_durable.alembic.guards import compare_guards
 from sqla_durable.alembic.operation import SqlOp
+from sqla_durable.alembic.partitioning import compare_partitioning
 from sqla_durable.alembic.removal import refusal, values_in
 from sqla_durable.alembic.verbatim import Verbatim
 from sqla_durable.catalogue import Catalogue, as_written
@@ -44,10 +45,12 @@ def compare(
         _reword(there, found)
         if table is not None:
             comparison = _Comparison(context, modified, there, table, found, catalogue.wanted(connection, table, found))
-            modified.ops.extend([*comparison.checks(), *comparison.indexes(), *comparison.storage()])
+            modified.ops += [*comparison.checks_of_columns(), *comparison.checks()]
+            modified.ops += [*comparison.indexes(), *comparison.storage()]
     if there is None and table is not None and (months := partitioned(table)) is not None:
         modified.ops.append(SqlOp(months.create_default(table.schema)))
-    compare_guards(connection, modified, there, table)
+    is_replaced = compare_partitioning(connection, modified, there, table)
+    compare_guards(connection, modified, there, table, is_replaced=is_replaced)
     return PriorityDispatchResult.CONTINUE
 
 
@@ -72,6 +75,16 @@ class _Comparison:
     table: Table
     found: Catalogue
     wanted: Catalogue
+
+    def checks_of_columns(self) -> Iterator[ops.MigrateOperation]:
+        """Drop the checks that would go with a column, so that a downgrade brings them back."""
+        kept = {column.name for column in self.table.columns}
+        gone = {each.name for each in self.there.columns if each.name not in kept and self._is_dropped(each)}
+        for name, columns in self.found.columns.items():
+            if gone.isdisjoint(columns) or name in owned_checks(self.table) or self._is_said(name):
+                continue
+            if (check := self._there(name)) is not None:
+                yield ops.DropConstraintOp.from_constraint(check)
 
     def checks(self) -> Iterator[ops.MigrateOperation]:
         """Drop and add the checks that are other ones now, and add those that are missing.
@@ -136,6 +149,10 @@ class _Comparison:
     def _is_changed(self, name: str) -> bool:
         before = self.found.checks.get(name)
         return not self._is_said(name) and (before is None or before != self.wanted.checks[name])
+
+    def _is_dropped(self, column: Column[Any]) -> bool:
+        """Whether Alembic, which drops columns last, is going to drop this one."""
+        return self.context.run_object_filters(column, column.name, "column", reflected=True, compare_to=None)
 
     def _is_said(self, name: str) -> bool:
         """Whether Alembic has seen by itself that something of this name is another one."""

@@ -18,9 +18,14 @@ _log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose 
 
 
 def compare_guards(
-    connection: Connection, modified: ops.ModifyTableOps, there: Table | None, table: Table | None
+    connection: Connection,
+    modified: ops.ModifyTableOps,
+    there: Table | None,
+    table: Table | None,
+    *,
+    is_replaced: bool,
 ) -> None:
-    """Drop the guard that a table has, and create the one that it wants, where they differ.
+    """Drop the guard that a table has, and create the one that it wants, where they differ or the table is replaced.
 
     It is dropped before all else, since it holds on to columns and would refuse rows another status; and created after
     all else.
@@ -28,9 +33,11 @@ def compare_guards(
     name = None if there is None else catalogue.table_name(connection, there)
     found = None if name is None else catalogue.guard_there(connection, name)
     wanted = None if table is None else guard_of(table)
-    if _is_same(found, wanted):
+    is_same = _is_same(found, wanted)
+    if is_same and (not is_replaced or wanted is None):
         return
-    _log.info("Detected changed guard of table %r", modified.table_name)
+    if not is_same:
+        _log.info("Detected changed guard of table %r", modified.table_name)
     if found is not None and name is not None:
         modified.ops.insert(0, _dropping(name, found))
     if wanted is not None:

@@ -18,7 +18,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from sqla_durable.plain_sql import written
 
-_PARAMETER: Final = re.compile(r"(?<![:\w\\]):(?=\w)")
+# What text() takes for a parameter, and a backslash that it would take away.
+_SPECIAL: Final = re.compile(r"(?<![:\w\\]):(?=\w+(?![:\w]))|\\(?=:\w*(?![:\w]))")
 
 
 class Verbatim(ColumnElement[Any]):
@@ -34,8 +35,8 @@ class Verbatim(ColumnElement[Any]):
 
 
 def escaped(sql: str) -> str:
-    """Return SQL as ``text()`` takes it, with nothing that it would take for a parameter."""
-    return _PARAMETER.sub(r"\:", sql)
+    """Return SQL as ``text()`` takes it, so that it comes out as it is."""
+    return _SPECIAL.sub(lambda found: "\\" + found[0], sql)
 
 
 def keep_words(_context: AutogenContext, upgrade: ops.UpgradeOps, _schemas: Any) -> PriorityDispatchResult:
