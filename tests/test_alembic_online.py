@@ -272,6 +272,18 @@ def test_the_ini_file_can_ask_for_it(project: Project) -> None:
     assert len(project.migrations()) == 4
 
 
+def test_the_migrations_run_where_sqla_durable_is_gone_and_only_writing_others_is_refused(project: Project) -> None:
+    exists(project)
+    becomes_durable(project)
+    project.alembic(ONLINE)
+    project.write("blocked/sqla_durable.py", "raise ImportError('sqla_durable is blocked')")
+    project.configure("metadata", "app.base:Base")
+    project.configure("online", "true")
+    project.alembic("upgrade head", "downgrade -2", "upgrade head", first=[project.folder / "blocked"])
+    told = project.refused("revision --autogenerate -m more", PYTHONPATH=f"{project.folder}/blocked:{project.folder}")
+    assert "Migrations of tables in use are written by sqla_durable, which is not installed." in told
+
+
 def test_every_column_of_the_mixins_is_added_without_rewriting_but_those_that_are_known(empty_url: str) -> None:
     class Base(DeclarativeBase):
         pass
