@@ -10,6 +10,10 @@ sqlalchemy.url =
 # then be repeated. Written as in PostgreSQL; 0 waits for ever.
 lock_timeout = 5s
 
+# Whether autogenerate writes two migrations for tables that are full of rows and in use, as with  alembic -x online
+# revision --autogenerate: one that locks them for moments only, and one that validates and builds indexes without.
+online = false
+
 script_location = ${script_location}
 prepend_sys_path = .
 path_separator = os

@@ -66,6 +66,17 @@ def find_plugins() -> list[str]:
     return [*PLUGINS, register()]
 
 
+def process_revision_directives(migration_context: Any, revision: Any, directives: Any) -> None:
+    """Have autogenerate write two migrations for tables that are in use: ``-x online``, or the ini option ``online``."""
+    if config.get_main_option("online") != "true" and "online" not in context.get_x_argument(as_dictionary=True):
+        return
+    try:
+        from sqla_durable.alembic import keep_online
+    except ImportError as error:
+        raise CommandError("Migrations of tables in use are written by sqla_durable, which is not installed.") from error
+    keep_online(migration_context, revision, directives)
+
+
 def include_object(_object: Any, _name: str | None, type_: str, reflected: bool, compare_to: Any) -> bool:
     """Leave alone a check that only the database knows: one that the models leave unnamed looks the same."""
     return not (type_ == "check_constraint" and reflected and compare_to is None)
@@ -105,6 +116,7 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         "include_name": include_name,
         "include_object": include_object,
         "include_schemas": schemas != {default},
+        "process_revision_directives": process_revision_directives,
         "version_table_schema": version_table_schema,
     }
 

@@ -11,9 +11,17 @@ A migration made with it imports nothing of this library, and works when the lib
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sqla_durable.alembic.template import template_folder
 
-__all__ = ["register", "template_folder"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from alembic.operations.ops import MigrationScript
+    from alembic.runtime.migration import MigrationContext
+
+__all__ = ["keep_online", "register", "template_folder"]
 
 
 def register() -> str:
@@ -26,3 +34,24 @@ def register() -> str:
     from sqla_durable.alembic.plugin import set_up  # noqa: PLC0415
 
     return set_up()
+
+
+def keep_online(
+    context: MigrationContext, revision: str | Iterable[str | None] | Iterable[str], directives: list[MigrationScript]
+) -> None:
+    """Split what autogenerate has found for tables that are there into two migrations that nobody waits long for.
+
+    The first one takes its locks for moments: it adds columns, and constraints as ``NOT VALID``. The second one
+    validates them and builds the indexes while the tables are written to. A table that is new is created as ever.
+
+    To be given as ``process_revision_directives`` of `EnvironmentContext.configure()
+    <https://alembic.sqlalchemy.org/en/latest/api/runtime.html#alembic.runtime.environment.EnvironmentContext.configure>`_;
+    ``transaction_per_migration=True`` belongs to it.
+
+    :param context: as Alembic gives it.
+    :param revision: as Alembic gives it.
+    :param directives: what Alembic is about to write; changed in place.
+    """
+    from sqla_durable.alembic.online import split  # noqa: PLC0415
+
+    split(context, revision, directives)

@@ -20,6 +20,7 @@ class SqlOp(MigrateOperation):
     :param undoing: what a downgrade executes, one after the other.
     :param comment: what the migration says above the statements, if anything.
     :param undoing_comment: what it says above those of the downgrade.
+    :param reads_rows: whether a statement reads all rows of the table, so that it is not to be locked meanwhile.
     """
 
     def __init__(
@@ -28,15 +29,18 @@ class SqlOp(MigrateOperation):
         undoing: Sequence[str] = (),
         comment: Sequence[str] = (),
         undoing_comment: Sequence[str] = (),
+        *,
+        reads_rows: bool = False,
     ) -> None:
         self.statements = tuple(statements)
         self.undoing = tuple(undoing)
         self.comment = tuple(comment)
         self.undoing_comment = tuple(undoing_comment)
+        self.reads_rows = reads_rows
 
     def reverse(self) -> SqlOp:
         """Return the operation that undoes this one."""
-        return SqlOp(self.undoing, self.statements, self.undoing_comment, self.comment)
+        return SqlOp(self.undoing, self.statements, self.undoing_comment, self.comment, reads_rows=self.reads_rows)
 
     def to_diff_tuple(self) -> tuple[Any, ...]:
         """Return what ``alembic check`` reports."""

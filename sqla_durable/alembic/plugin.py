@@ -8,6 +8,7 @@ from typing import Final
 from alembic.runtime.plugins import Plugin
 from alembic.util import DispatchPriority
 
+from sqla_durable.alembic.block import render_blocks
 from sqla_durable.alembic.comparison import compare
 from sqla_durable.alembic.defaults import compare_defaults
 from sqla_durable.alembic.operation import render_with_whole_text
@@ -20,6 +21,7 @@ _NAME: Final = "sqla_durable"
 def set_up() -> str:
     """Register the comparison, if it is not yet, and return the name of the plugin."""
     render_with_whole_text()
+    render_blocks()
     plugin = Plugin(_NAME)
     # Last, so that what Alembic itself has seen is known, and is not said twice.
     plugin.add_autogenerate_comparator(compare, "table", "durable", priority=DispatchPriority.LAST)

@@ -30,7 +30,7 @@ def refusal(table: str, column: str, removed: Collection[str], added: Collection
     """
     name = quoted(column)
     forth, back = _statement(table, name, removed), _statement(table, name, added)
-    return SqlOp(forth, back, _comment(table, name, removed), _comment(table, name, added))
+    return SqlOp(forth, back, _comment(table, name, removed), _comment(table, name, added), reads_rows=True)
 
 
 def _statement(table: str, column: str, removed: Collection[str]) -> list[str]:
