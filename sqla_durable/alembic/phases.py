@@ -19,8 +19,8 @@ from sqla_durable.alembic.block import AutocommitOp
 from sqla_durable.alembic.operation import SqlOp
 from sqla_durable.alembic.rewriting import adding_rewrites, altering_rewrites
 from sqla_durable.alembic.verbatim import Verbatim
-from sqla_durable.catalogue import qualified
-from sqla_durable.mapping import plain_dialect, shortened
+from sqla_durable.catalogue import table_name
+from sqla_durable.plain_sql import plain_dialect, quoted, shortened
 
 _log: Final = logging.getLogger(f"alembic.{__name__}")  # below that one, whose level Alembic's ini file sets
 _VOLATILE: Final = "clock_timestamp()"
@@ -132,8 +132,8 @@ class _Modified:
         self._phases = phases
         self._operations = modified.ops
         schema = modified.schema
-        self._table = qualified(phases.connection, Table(modified.table_name, MetaData(), schema=schema))
-        self._prefix = self._table.removesuffix(_quoted(modified.table_name))
+        self._table = table_name(phases.connection, Table(modified.table_name, MetaData(), schema=schema))
+        self._prefix = self._table.removesuffix(quoted(modified.table_name))
         dropped_checks = {str(op.constraint_name) for op in self._operations if isinstance(op, ops.DropConstraintOp)}
         added_checks = {str(op.constraint_name) for op in self._operations if isinstance(op, _Constraint)}
         self._swapped = dropped_checks & added_checks
@@ -220,8 +220,8 @@ class _Modified:
         later.add("long", operation)
         if old is not None:
             later.add("last", old, self._table)
-            renamed = f"{self._prefix}{_quoted(built)}"
-            later.add("last", SqlOp([f"ALTER INDEX {renamed} RENAME TO {_quoted(name)}"]))
+            renamed = f"{self._prefix}{quoted(built)}"
+            later.add("last", SqlOp([f"ALTER INDEX {renamed} RENAME TO {quoted(name)}"]))
 
     def _drop_index(self, operation: ops.DropIndexOp) -> None:
         if str(operation.index_name) not in self._new:
@@ -251,13 +251,13 @@ class _Modified:
         check = ops.CreateCheckConstraintOp(
             name,
             operation.table_name,
-            cast(Any, Verbatim(f"{_quoted(operation.column_name)} IS NOT NULL")),
+            cast(Any, Verbatim(f"{quoted(operation.column_name)} IS NOT NULL")),
             schema=operation.schema,
             postgresql_not_valid=True,
         )
         later.add("first", there, self._table)
         later.add("first", check, self._table)
-        self._validate(_quoted(str(name)))
+        self._validate(quoted(str(name)))
         later.add("last", operation, self._table)
         later.add("last", there, self._table)
 
@@ -289,10 +289,6 @@ def _default_of(operation: ops.AddColumnOp, column: Column[Any]) -> ops.AlterCol
         existing_nullable=column.nullable,
         modify_server_default=DefaultClause(text(_VOLATILE)),  # a bare text() would be rendered as a name
     )
-
-
-def _quoted(name: str) -> str:
-    return plain_dialect().identifier_preparer.quote(name)
 
 
 def _warn(table: str, what: str) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import Column, Connection, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.schema import CreateColumn
 
-from sqla_durable.mapping import plain_dialect
+from sqla_durable.plain_sql import plain_dialect, quoted
 
 _TABLE: Final = "sqla_durable_rewritten"
 _STORAGE: Final = text("SELECT pg_relation_filenode(to_regclass(:table))")
@@ -29,7 +29,7 @@ def altering_rewrites(connection: Connection, altered: ops.AlterColumnOp) -> boo
     """Whether a table is rewritten when the type of one of its columns changes."""
     if altered.modify_type is None or altered.existing_type is None:
         return False
-    name = plain_dialect().identifier_preparer.quote(altered.column_name)
+    name = quoted(altered.column_name)
     old, new = (each.compile(dialect=plain_dialect()) for each in (altered.existing_type, altered.modify_type))
     return _rewrites(connection, f"{name} {old}", f"ALTER COLUMN {name} TYPE {new}")
 
