@@ -85,7 +85,7 @@ def include_object(_object: Any, _name: str | None, type_: str, reflected: bool,
 def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
     """Say what ``--autogenerate`` and ``alembic check`` look at."""
     default = connection.dialect.default_schema_name
-    named = {table.schema for table in metadata.tables.values()} or {None}
+    named = {table.schema for table in metadata.tables.values()}
     version_table_schema = None
     if default in named and None not in named:
         # The models name the schema that is first in the search_path. Alembic would take its tables for unnamed ones,

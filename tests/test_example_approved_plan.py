@@ -126,7 +126,7 @@ def test_the_same_key_for_another_proposal_is_refused(server: Server, engine: En
 
 def test_two_requests_with_one_key_at_the_same_moment_make_one_plan(server: Server, engine: Engine) -> None:
     with Session(engine) as session, session.begin():
-        session.execute(text("LOCK TABLE plan IN SHARE MODE"))
+        session.execute(text("LOCK TABLE approved_plan IN SHARE MODE"))
         both = [Background(lambda: server.propose(MOVE, key="tea")) for _ in range(2)]
         wait_until_blocked(engine, 2)
     answers = [each.result() for each in both]
@@ -284,7 +284,7 @@ def test_an_edit_that_waits_while_the_plan_is_approved_is_refused(server: Server
     with plan_locked(engine, plan) as session:
         edit = Background(lambda: server.client.put(f"{plan}/actions", json={"actions": [NOTE], "revision": 1}))
         wait_until_blocked(engine)
-        session.execute(text("UPDATE plan SET status = 'approved' WHERE id = :id"), {"id": ident(plan)})
+        session.execute(text("UPDATE approved_plan SET status = 'approved' WHERE id = :id"), {"id": ident(plan)})
     assert refusal(edit.result()) == (409, "approved")
     assert server.get(plan)["actions"] == [MOVE]
 

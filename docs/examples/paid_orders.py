@@ -13,15 +13,15 @@ class Base(DeclarativeBase):
 
 
 class DurableRun(FunctionMixin, Base):
-    __tablename__ = "durable_run"
+    __tablename__ = "paid_run"
 
 
 class DurableStep(ReceiptMixin[DurableRun], Base):
-    __tablename__ = "durable_step"
+    __tablename__ = "paid_step"
 
 
 class DurableSignal(SignalMixin[DurableRun], Base):
-    __tablename__ = "durable_signal"
+    __tablename__ = "paid_signal"
 
 
 class Reservation(Base):
