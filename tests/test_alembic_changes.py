@@ -283,9 +283,11 @@ def test_the_guard_of_a_table_that_is_removed_goes_with_it_and_comes_back(projec
     models = (project.folder / "app/models.py").read_text()
     project.write("app/models.py", models.partition("class PlanStep")[0])
     migrate(project)
-    project.write("app/models.py", "from app.base import Base\n")
+    left = "    __tablename__ = 'other'\n    id: Mapped[int] = mapped_column(primary_key=True)\n"
+    imported = "from sqlalchemy.orm import Mapped, mapped_column\nfrom app.base import Base\n"
+    project.write("app/models.py", f"{imported}class Other(Base):\n{left}")
     assert NOTHING_NEW in migrate(project)
-    assert project.catalogue() == set()
+    assert {table for _, table, _, _ in project.catalogue()} == {"other"}
     project.alembic("downgrade -2")
     assert project.catalogue() == guarded
     assert is_refused(project)
