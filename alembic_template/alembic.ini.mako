@@ -1,10 +1,13 @@
 [alembic]
 # Where the metadata of your models is, as module:attribute: your declarative base, or a MetaData. Importing the module
-# must define every model.
+# must define every model. Several are separated by commas or lines; one that refers to another's tables comes after it.
 metadata =
 
 # The database to migrate, unless the environment variable DATABASE_URL names one. A percent sign is doubled here.
 sqlalchemy.url =
+
+# The driver of a URL that names none. By psycopg_async or asyncpg, here or in the URL, migrations go over asyncio.
+driver = psycopg
 
 # How long a migration waits for a lock, and every later query on that table behind it, before it is rolled back; it can
 # then be repeated. Written as in PostgreSQL; 0 waits for ever.

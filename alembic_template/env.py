@@ -1,5 +1,6 @@
 """How migrations find the models and the database. This file is yours: change what does not fit."""
 
+import asyncio
 import os
 from functools import cache
 from logging.config import fileConfig
@@ -8,7 +9,7 @@ from typing import Any
 
 from alembic import context
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, MetaData, engine_from_config, event, make_url, pool
+from sqlalchemy import URL, Connection, Engine, MetaData, engine_from_config, event, make_url, pool, text
 
 config = context.config
 
@@ -25,14 +26,20 @@ SELECT nspname, relname, conname FROM pg_catalog.pg_constraint JOIN pg_catalog.p
 """
 
 
-def find_metadata() -> MetaData:
+def find_metadata() -> list[MetaData]:
     """Resolve the ini option ``metadata``."""
-    target = config.get_main_option("metadata")
-    if not target:
+    targets = (config.get_main_option("metadata") or "").replace(",", " ").split()
+    if not targets:
         raise CommandError(
             "No models to migrate: set metadata in the [alembic] section of the ini file to where your models' "
             "metadata is, as in  metadata = app.models:Base"
         )
+    # Two bases may share one MetaData, and Alembic takes none twice.
+    return list(dict.fromkeys(map(resolve, targets)))
+
+
+def resolve(target: str) -> MetaData:
+    """Import the metadata that is called ``module:attribute``."""
     try:
         found = resolve_name(target)
     except Exception as error:
@@ -50,8 +57,10 @@ def find_url() -> URL:
     if not given:
         raise CommandError("No database to migrate: set DATABASE_URL, or sqlalchemy.url in the ini file.")
     url = make_url(given)
+    if url.drivername not in {"postgres", "postgresql"}:
+        return url
     # Without a driver SQLAlchemy 2.0 means psycopg2, and postgres:// means nothing to it at all.
-    return url.set(drivername="postgresql+psycopg") if url.drivername in {"postgres", "postgresql"} else url
+    return url.set(drivername=f"postgresql+{config.get_main_option('driver') or 'psycopg'}")
 
 
 def find_plugins() -> list[str]:
@@ -82,10 +91,12 @@ def include_object(_object: Any, _name: str | None, type_: str, reflected: bool,
     return not (type_ == "check_constraint" and reflected and compare_to is None)
 
 
-def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
+def compare_with(metadata: list[MetaData], connection: Connection) -> dict[str, Any]:
     """Say what ``--autogenerate`` and ``alembic check`` look at."""
     default = connection.dialect.default_schema_name
-    named = {table.schema for table in metadata.tables.values()}
+    tables = {key: table for each in metadata for key, table in each.tables.items()}
+    # Without any, as where a module was not imported, no schema is looked at, and no table dropped.
+    named = {table.schema for table in tables.values()}
     version_table_schema = None
     if default in named and None not in named:
         # The models name the schema that is first in the search_path. Alembic would take its tables for unnamed ones,
@@ -103,7 +114,7 @@ def compare_with(metadata: MetaData, connection: Connection) -> dict[str, Any]:
         # A partition comes and goes with its month, and so does a part of a foreign key that refers to one.
         if type_ == "table" and name is not None:
             schema = parents["schema_name"]
-            known = (name if schema is None else f"{schema}.{name}") in metadata.tables
+            known = (name if schema is None else f"{schema}.{name}") in tables
             return known or (schema or default, name, None) not in partitions()
         if type_ == "foreign_key_constraint":
             return (parents["schema_name"] or default, parents["table_name"], name) not in partitions()
@@ -128,36 +139,51 @@ def limit_lock_waits(engine: Engine) -> None:
         @event.listens_for(engine, "begin")
         def _(connection: Connection) -> None:
             # For one transaction, not for the session: behind a pooler the session is not ours alone.
-            connection.exec_driver_sql("SELECT set_config('lock_timeout', %s, true)", (lock_timeout,))
+            connection.execute(text("SELECT set_config('lock_timeout', :timeout, true)"), {"timeout": lock_timeout})
 
 
-def run_offline(metadata: MetaData) -> None:
-    """Write the SQL that ``--sql`` asks for; no database is needed."""
-    context.configure(
-        dialect_name="postgresql",
-        dialect_opts={"paramstyle": "named"},
-        literal_binds=True,
-        target_metadata=metadata,
-        transaction_per_migration=True,
-    )
+def migrate(metadata: list[MetaData], **options: Any) -> None:
+    """Carry out the command, each migration in a transaction of its own, so that its locks end with it."""
+    # A hand-written migration gets the names of its constraints by a convention only where there is one for all of it.
+    target = metadata[0] if len(metadata) == 1 else metadata
+    context.configure(target_metadata=target, transaction_per_migration=True, **options)
     with context.begin_transaction():
         context.run_migrations()
 
 
-def run_online(metadata: MetaData) -> None:
-    """Migrate the database, each migration in a transaction of its own, so that its locks end with it."""
-    section = config.get_section(config.config_ini_section, {})
-    engine = engine_from_config({**section, "sqlalchemy.url": find_url()}, poolclass=pool.NullPool)
+def run_offline(metadata: list[MetaData]) -> None:
+    """Write the SQL that ``--sql`` asks for; no database is needed."""
+    migrate(metadata, dialect_name="postgresql", dialect_opts={"paramstyle": "named"}, literal_binds=True)
+
+
+def run_online(metadata: list[MetaData]) -> None:
+    """Migrate the database, over asyncio where the driver is for that."""
+    url = find_url()
+    settings = {**config.get_section(config.config_ini_section, {}), "sqlalchemy.url": url}
+    if url.get_dialect().is_async:
+        # The loop that is usual on Windows does not do for psycopg.
+        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+            runner.run(connect_async(settings, metadata))
+    else:
+        connect(settings, metadata)
+
+
+def connect(settings: dict[str, Any], metadata: list[MetaData]) -> None:
+    """Migrate by a driver like psycopg."""
+    engine = engine_from_config(settings, poolclass=pool.NullPool)
     limit_lock_waits(engine)
     with engine.connect() as connection:
-        context.configure(
-            connection=connection,
-            target_metadata=metadata,
-            transaction_per_migration=True,
-            **compare_with(metadata, connection),
-        )
-        with context.begin_transaction():
-            context.run_migrations()
+        migrate(metadata, connection=connection, **compare_with(metadata, connection))
+
+
+async def connect_async(settings: dict[str, Any], metadata: list[MetaData]) -> None:
+    """Migrate by a driver like psycopg_async or asyncpg."""
+    from sqlalchemy.ext.asyncio import async_engine_from_config  # which needs greenlet
+
+    engine = async_engine_from_config(settings, poolclass=pool.NullPool)
+    limit_lock_waits(engine.sync_engine)
+    async with engine.connect() as connection:
+        await connection.run_sync(lambda each: migrate(metadata, connection=each, **compare_with(metadata, each)))
 
 
 if config.config_file_name is not None:

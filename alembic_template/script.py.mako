@@ -18,6 +18,9 @@ depends_on: str | Sequence[str] | None = ${repr(depends_on)}
 
 
 def upgrade() -> None:
+    # Rows that a line below would refuse, such as those in a status that is gone, are changed above it:
+    #     op.execute("UPDATE plan SET status = 'ready' WHERE status = 'held'")
+    # Many rows in batches: see README.
     ${upgrades if upgrades else "pass"}
 
 

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needing(extra: str) -> Generator[None]:
+def needing(extra: str, *, instead: str | None = None) -> Generator[None]:
     """Import what an extra of this distribution brings.
 
     :param extra: the extra's name, as in ``sqla_durable[demo]``.
+    :param instead: what to install where the extra brings much else.
     :raises SystemExit: where an import inside fails; the message says how to install it.
     """
     try:
@@ -22,4 +23,4 @@ def needing(extra: str) -> Generator[None]:
             raise
         # Not only missing ones: psycopg without its extra is there, and finds no libpq.
         what = f"{package} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
-        sys.exit(f'{what}; run: pip install "sqla_durable[{extra}]"')
+        sys.exit(f'{what}; run: pip install "{instead or f"sqla_durable[{extra}]"}"')

@@ -82,7 +82,8 @@ def names(catalogue: set[tuple[str, ...]]) -> set[str]:
 
 
 def is_empty(migration: str) -> bool:
-    return len(re.findall(r"^    pass$", migration, re.MULTILINE)) == 2 and "op." not in migration
+    code = re.sub(r"^ *#.*$", "", migration, flags=re.MULTILINE)
+    return len(re.findall(r"^    pass$", code, re.MULTILINE)) == 2 and "op." not in code
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS, ids=["none", "usual", "by-constraint-name", "by-column"])

@@ -7,13 +7,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent, indent
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from sqla_durable.alembic import template_folder
-from tests.support_alembic import PACKAGES, Project
+from tests.support_alembic import NOTHING_NEW, PACKAGES, Project, script
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -192,3 +194,83 @@ def test_without_a_lock_timeout_the_servers_own_holds(project: Project) -> None:
     project.write("migrations/versions/a.py", HAND_WRITTEN.format(id="a", down=None, up=seen))
     project.alembic("upgrade head", PGOPTIONS="-c lock_timeout=12345")
     assert project.sql("SELECT value FROM seen") == [("12345ms",)]
+
+
+def readme_code(first: str) -> str:
+    """The lines of the README's example that begins with these words."""
+    lines = (template_folder() / "README").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"  {first}"))
+    return dedent("\n".join(takewhile(lambda line: line.startswith("  "), lines[start:])))
+
+
+@pytest.mark.parametrize("way", ["online", "as sql"])
+def test_the_batches_that_the_readme_shows_move_every_row(
+    project: Project, way: str, pytestconfig: pytest.Config
+) -> None:
+    project.sql(
+        "CREATE TABLE plan (id bigint PRIMARY KEY, status text, moved xid8)",
+        "INSERT INTO plan SELECT id, 'held' FROM generate_series(1, 25000) id",
+        "INSERT INTO plan VALUES (0, 'done')",
+        "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN NEW.moved := pg_current_xact_id();"
+        " RETURN NEW; END $$",
+        "CREATE TRIGGER note BEFORE UPDATE ON plan FOR EACH ROW EXECUTE FUNCTION note()",
+    )
+    project.models()
+    project.configure("metadata", "app.base:Base")
+    migration = HAND_WRITTEN.format(id="a", down=None, up="UPDATE plan SET status = status")
+    batches = indent(readme_code("with op.get_context()"), "    ").strip()
+    project.write(
+        "migrations/versions/a.py", migration.replace('op.execute("UPDATE plan SET status = status")', batches)
+    )
+    if way == "online":
+        project.alembic("upgrade head")
+    else:
+        project.psql(script(project.alembic("upgrade head --sql")), pytestconfig.getoption("--postgres"))
+    moved = project.sql("SELECT status, count(*), count(DISTINCT moved) FROM plan GROUP BY status ORDER BY status")
+    assert moved == [("done", 1, 0), ("ready", 25000, 3)]
+
+
+OWN = """
+
+class Own(Base):
+    __tablename__ = "own"
+    __table_args__ = (sa.CheckConstraint("number > 0", name="positive"), sa.UniqueConstraint("number", "plan_id"))
+    id: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(index=True)
+    plan_id: Mapped[int] = mapped_column(sa.ForeignKey("plan.id"))
+"""
+BARE = """
+
+class Own(Base):
+    __tablename__ = "own"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    number: Mapped[int]
+    plan_id: Mapped[int]
+"""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_constraints_without_names_can_be_dropped_only_with_the_convention_of_the_readme(
+    project: Project, named: bool
+) -> None:
+    convention = readme_code("MetaData(").removeprefix("MetaData(").removesuffix(")") if named else ""
+    project.models(convention, more=BARE)
+    project.configure("metadata", "app.models:Base")
+    project.alembic("revision --autogenerate -m bare", "upgrade head")
+    bare = project.catalogue()
+    project.models(convention, more=OWN)
+    said = project.alembic("revision --autogenerate -m own", "upgrade head", "check")
+    assert NOTHING_NEW in said
+    if not named:
+        assert "it has no name" in project.refused("downgrade -1")
+        return
+    own = project.catalogue()
+    assert {"uq_own_number_plan_id", "fk_own_plan_id_plan", "ck_own_positive", "ix_own_number"} <= {
+        name for _, _, name, _ in own - bare
+    }
+    project.alembic("downgrade -1")
+    assert project.catalogue() == bare
+    project.alembic("upgrade head")
+    project.start_anew()
+    project.create_all()
+    assert project.catalogue() == own

@@ -31,6 +31,7 @@ def make_app() -> typer.Typer:
         from sqla_durable.cli.diagram import diagram
         from sqla_durable.cli.errors import reporting
         from sqla_durable.cli.functions import result, start
+        from sqla_durable.cli.init import init
         from sqla_durable.cli.operate import cancel, purge, reap, requeue
         from sqla_durable.cli.partitions import partitions
         from sqla_durable.cli.runs import runs
@@ -57,7 +58,7 @@ def make_app() -> typer.Typer:
         """
 
     of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
-    of_tables: list[Callable[..., None]] = [partitions, worker, diagram]
+    of_tables: list[Callable[..., None]] = [init, partitions, worker, diagram]
     for command in (*of_runs, *of_tables):
         app.command()(reporting(command))
     app.command()(demo)
