@@ -409,8 +409,9 @@ def stuck(go: threading.Event) -> tuple[Callable[[Any], None], threading.Semapho
 
 
 def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
-    engine: Engine, session_factory: sessionmaker[Session]
+    engine: Engine, session_factory: sessionmaker[Session], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "sqla_durable.worker")
     add_jobs(engine, Patient, 2)
     for _ in range(2):
         approved_plan(session_factory)
@@ -421,6 +422,7 @@ def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
     for _ in range(4):
         assert under_way.acquire(timeout=DEADLINE)
     crew.stop()
+    eventually(lambda: caplog.text.count("draining: 2 run") == 2, "the end of claims that were under way")
     add_jobs(engine, Patient, 1)
     later = approved_plan(session_factory)
     time.sleep(0.2)  # in which it would have polled
