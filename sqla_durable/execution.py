@@ -104,7 +104,7 @@ def _interrupted(holder: Holder[Any], interruption: BaseException) -> Outcome:
 
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
-    """Write how the handler ended, unless it has done so itself or the schema is at fault, which is no run's failure."""
+    """Write how the handler ended, unless it has done so itself, or has met a fault of the schema, not its own."""
     try:
         for leaf in () if error is None else leaves(error):
             if isinstance(leaf, SchemaMismatch):

@@ -171,12 +171,17 @@ def overrides_of(table: Table) -> Table:
     known = table.metadata.tables.get(name)
     if known is None:
         return _overrides(table)
-    if not notes(known).get(_OVERRIDES_INFO):
+    if not is_overrides(known):
         raise ConfigurationError(
             f"the table {known.fullname!r} is one of your own, but guards record there what was written in spite of "
             "them; give it another name."
         )
     return known
+
+
+def is_overrides(table: Table) -> bool:
+    """Whether a table is one that guards record overrides in."""
+    return bool(notes(table).get(_OVERRIDES_INFO))
 
 
 def _overrides(table: Table) -> Table:

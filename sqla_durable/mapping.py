@@ -140,6 +140,11 @@ def owned_checks(table: Table) -> dict[str, CheckConstraint]:
     return {str(item.name): item for item in checks if item.info.get(_OWNED)}
 
 
+def owned_foreign_keys(table: Table) -> dict[str, ForeignKeyConstraint]:
+    """Return the foreign keys that the mixins added to a table, by the names that PostgreSQL knows them by."""
+    return {str(item.name): item for item in table.foreign_key_constraints if item.info.get(_OWNED)}
+
+
 def values_of(check: CheckConstraint) -> str | None:
     """Return the name of the column whose values a check lists, if it is such a check."""
     name: str | None = check.info.get(_VALUES_OF)

@@ -128,10 +128,8 @@ def translate(error: BaseException) -> DurableError | None:
     """Return the error of ours that a database error stands for, or None where it is the statement's own fault."""
     code = sqlstate_of(error)
     shown = getattr(error, "orig", error)
-    if (refused := guard_violation(error)) is not None:
-        return refused
-    if (lacking := schema_mismatch(error)) is not None:
-        return lacking
+    if (told := guard_violation(error) or schema_mismatch(error)) is not None:
+        return told
     if code in _CONFLICTS:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"
