@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, MetaData, create_engine, text
+from sqlalchemy import Engine, MetaData, text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, sessionmaker
 
 import tests.support_check
 from sqla_durable import Finding, Functions, Runs, Severity, UsageError, check
 from sqla_durable.asyncio import AsyncRuns
 from tests.support_check import (
     Base,
-    Customer,
     Job,
     JobStep,
     Order,

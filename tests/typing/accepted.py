@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import Index, String, create_engine, func, literal, select
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
 import sqla_durable
@@ -28,6 +28,7 @@ from sqla_durable import (
     Ending,
     ExpiryMixin,
     Failure,
+    Finding,
     FrozenPayload,
     FunctionMixin,
     FunctionRun,
@@ -69,6 +70,7 @@ from sqla_durable import (
     Runs,
     RunSummary,
     SchemaMismatch,
+    Severity,
     SignalMismatch,
     SignalMixin,
     SignalTimeout,
@@ -500,8 +502,6 @@ def signalling(factory: sessionmaker[Session], request: Request) -> None:
         raise SignalTimeout("message", "step")
     except SignalTimeout as error:
         assert_type(error.step, str)
-    except SchemaMismatch:
-        pass
     except SignalMismatch:
         pass
     assert_type(request.waits_for, str | None)
@@ -721,6 +721,21 @@ async def partitions(session: Session, async_session: AsyncSession) -> None:
     assert_type(dropped.kept, tuple[PartitionKept, ...])
     assert_type([each.since for each in partitions_of(session, MonthlyJob)], list[datetime | None])
     assert_type(partition_sql(MonthlyStep, date(2026, 3, 1), months=2), list[str])
+
+
+async def checks(async_connection: AsyncConnection) -> None:
+    engine = create_engine("postgresql+psycopg://")
+    try:
+        found = check(engine, Base)
+    except SchemaMismatch:
+        return
+    assert_type(found, list[Finding])
+    assert_type(found[0].severity, Severity)
+    assert_type(str(found[0].code), str)
+    assert_type((found[0].subject, found[0].meaning, found[0].remedy), tuple[str, str, str])
+    assert_type(await async_connection.run_sync(check, Base.metadata), list[Finding])
+    with engine.connect() as connection:
+        check(connection, sqla_durable)
 
 
 class LimitedRun(FunctionMixin, Base):
