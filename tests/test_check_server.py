@@ -55,7 +55,7 @@ def configured(engine: Engine, **settings: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_is_found(own: Engine, setting: str) -> None:
-    name, _, value = setting.partition("=")
+    name = setting.partition("=")[0]
     engine = create_engine(own.url, connect_args={"options": f"-c {setting}"})
     finding = one(engine)
     assert (finding.severity.value, finding.code) == SETTINGS[setting]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sqlalchemy import MetaData, create_engine
+from sqlalchemy.orm import Session
 
 from sqla_durable.checkup import CODES, Finding, Severity
 from sqla_durable.checkup import check as compare
@@ -58,7 +59,7 @@ def _found(target: str, url: str | None) -> list[Finding]:
     try:
         if is_runs(models) or is_functions(models):
             with opened(target, url) as runs:
-                return runs.transact(lambda session: compare(session.connection(), models))
+                return runs.transact(_in_session, models)
         engine = create_engine(url_of(target, url))
         try:
             return compare(engine, models)
@@ -66,6 +67,10 @@ def _found(target: str, url: str | None) -> list[Finding]:
             engine.dispose()
     except UsageError as error:
         raise CommandError(str(error)) from error
+
+
+def _in_session(session: Session, models: object) -> list[Finding]:
+    return compare(session.connection(), models)
 
 
 def _is_wanted(found: object) -> bool:

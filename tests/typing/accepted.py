@@ -90,6 +90,7 @@ from sqla_durable import (
     WaitMixin,
     Work,
     Worker,
+    check,
     create_partitions,
     drop_partitions,
     partition_sql,
