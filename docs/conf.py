@@ -53,6 +53,8 @@ PUBLIC_NAMES = {
     "StrEnum": "enum.StrEnum",
     "async_sessionmaker": "sqlalchemy.ext.asyncio.async_sessionmaker",
     "sessionmaker": "sqlalchemy.orm.sessionmaker",
+    "sqlalchemy.engine.base.Connection": "sqlalchemy.engine.Connection",
+    "sqlalchemy.engine.base.Engine": "sqlalchemy.engine.Engine",
     "sqlalchemy.ext.asyncio.scoping.async_scoped_session": "sqlalchemy.ext.asyncio.async_scoped_session",
     "sqlalchemy.ext.asyncio.session.AsyncSession": "sqlalchemy.ext.asyncio.AsyncSession",
     "sqlalchemy.orm.properties.MappedColumn": "sqlalchemy.orm.MappedColumn",

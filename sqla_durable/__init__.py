@@ -6,6 +6,7 @@ needs greenlet.
 
 from sqla_durable.attempts import AttemptsMixin
 from sqla_durable.changes import OnMismatch
+from sqla_durable.checkup import Finding, Severity, check
 from sqla_durable.deadline import DeadlineMixin
 from sqla_durable.dispatch import HasWorks, Work
 from sqla_durable.exc import (
@@ -37,6 +38,7 @@ from sqla_durable.exc import (
     RunNotLanded,
     RunReferenced,
     RunTimedOut,
+    SchemaMismatch,
     SignalMismatch,
     SignalTimeout,
     StepFailed,
@@ -110,6 +112,7 @@ __all__ = [
     "Ending",
     "ExpiryMixin",
     "Failure",
+    "Finding",
     "FrozenPayload",
     "FunctionConditions",
     "FunctionHandle",
@@ -165,6 +168,8 @@ __all__ = [
     "RunSummary",
     "RunTimedOut",
     "Runs",
+    "SchemaMismatch",
+    "Severity",
     "SignalMismatch",
     "SignalMixin",
     "SignalTimeout",
@@ -186,6 +191,7 @@ __all__ = [
     "Work",
     "Worker",
     "call",
+    "check",
     "create_partitions",
     "drop_partitions",
     "function_lifecycle",

@@ -37,12 +37,17 @@ _STORAGE: Final = text(
     " WHERE oid = to_regclass(:table)"
 )
 
+_IS_THERE: Final = text("SELECT CAST(to_regclass(:table) AS oid)")
+
 _CAST: Final = "::character varying"
 _WORDS: Final = {"= ANY": "IN", "<> ALL": "NOT IN"}
 _LIST: Final = re.compile(
     r"""\((\w+|"(?:[^"]|"")+")\)::text (= ANY|<> ALL) """
     r"""\(\(ARRAY\[((?:'(?:[^']|'')*'::character varying(?:, )?)+)\]\)::text\[\]\)"""
 )
+_ITEM: Final = r"'(?:[^']|'')*'::character varying"
+_RESTORED: Final = re.compile(rf"ARRAY\[((?:\({_ITEM}\)::text(?:, )?)+)\]")
+_RESTORED_ITEM: Final = re.compile(rf"\(({_ITEM})\)::text")
 _GUARD: Final = text(
     "SELECT format('%I.%I', n.nspname, proname) AS function, prosrc AS source,"
     " pg_get_functiondef(p.oid) AS definition, tgname AS name, pg_get_triggerdef(t.oid) AS trigger,"
@@ -85,7 +90,15 @@ class Catalogue:
     checks: Mapping[str, str]
     indexes: Mapping[str, str]
     storage: Mapping[str, str]
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+
+def is_there(connection: Connection, table: str) -> bool:
+    """Return whether a table exists.
+
+    :param table: its quoted name, with its schema.
+    """
+    return connection.execute(_IS_THERE, {"table": table}).scalar_one() is not None
 
 
 def existing(connection: Connection, table: Table) -> Catalogue:
@@ -165,5 +178,17 @@ def _run(connection: Connection, statement: str) -> None:
 
 def _read(connection: Connection, table: str) -> Catalogue:
     given = {"table": table}
-    definitions = (connection.execute(query, given).all() for query in (_CHECKS, _INDEXES, _STORAGE, _COLUMNS))
-    return Catalogue(table, *({row[0]: row[1] for row in rows} for rows in definitions))
+    definitions = (connection.execute(query, given).all() for query in (_CHECKS, _INDEXES, _STORAGE))
+    checks, indexes, storage = ({row[0]: _as_created(row[1]) for row in rows} for rows in definitions)
+    columns = {row[0]: row[1] for row in connection.execute(_COLUMNS, given).all()}
+    return Catalogue(table, checks, indexes, storage, columns)
+
+
+def _as_created(definition: str) -> str:
+    """Return a definition as PostgreSQL prints it where it was not dumped and restored; see :func:`as_written`."""
+    return _RESTORED.sub(_created, definition)
+
+
+def _created(found: re.Match[str]) -> str:
+    items = _RESTORED_ITEM.sub(r"\1", found[1])
+    return f"(ARRAY[{items}])::text[]"

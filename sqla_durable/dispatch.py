@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from sqla_durable.exc import ConfigurationError, RetryableError, UsageError
+from sqla_durable.exc import ConfigurationError, RetryableError, SchemaMismatch, UsageError
 from sqla_durable.execution import Ending, Outcome, hand_back
 from sqla_durable.holder import Holder
 from sqla_durable.policy import clamped
@@ -133,6 +133,7 @@ class _Source:
         self.work = work
         self._outages = 0
         self._rests_until = -math.inf
+        self._fits = False
 
     @property
     def hands_back(self) -> bool:
@@ -140,10 +141,17 @@ class _Source:
         return self.work.verbs.runs.lifecycle.releases
 
     def claim(self, limit: int) -> list[Holder[Any]]:
-        """Claim what is due, or nothing while the database is away."""
+        """Claim what is due, or nothing while the database is away.
+
+        :raises SchemaMismatch: where the database lacks a table or column.
+        """
         if self.rest():
             return []
         try:
+            if not self._fits:
+                # Or the first step would find it out, of a run that is claimed.
+                self.work.verbs.store.refuse_lacking()
+                self._fits = True
             claimed = self.work.verbs.claim_due(limit)
         except RetryableError as error:
             self._outages += 1
@@ -181,12 +189,15 @@ class Dispatcher:
         self._poll = poll.total_seconds()
         self._grace = grace.total_seconds()
         self._claiming = threading.Lock()
+        self._mismatch: SchemaMismatch | None = None
         room.let_in(self._share)
 
     def run(self) -> None:
         """Claim and carry out until told to stop; then let what is under way finish, or release it.
 
         An interruption leaves at once, without letting anything finish.
+
+        :raises SchemaMismatch: where the database lacks a table or column, having let finish what can.
         """
         try:
             try:
@@ -197,6 +208,8 @@ class Dispatcher:
             self._drain()
             raise
         self._drain()
+        if self._mismatch is not None:
+            raise self._mismatch
 
     def _dispatch(self) -> None:
         while not self._room.over():
@@ -219,6 +232,10 @@ class Dispatcher:
 
     def _ended(self, holder: Holder[Any], outcome: Outcome | None) -> Callable[[], None]:
         ending = Ending.INTERRUPTED if outcome is None else outcome.ending
+        if outcome is not None and isinstance(outcome.exception, SchemaMismatch):
+            # Every run would meet it.
+            self._mismatch = outcome.exception
+            self._room.close()
         self._room.leave(self._share, holder, ending)
         if ending is Ending.INTERRUPTED or holder.limited:
             # It went back to ready, and may be due at once by the backoff of its lifecycle; or what is ready may be

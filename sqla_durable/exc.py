@@ -28,6 +28,7 @@
      |    +-- TimedOut               the run ran past its deadline
      |    +-- Suspended              the run waits for something outside, and was handed back until then
      +-- GuardViolation          a write that the guard of its table refuses
+     +-- SchemaMismatch          the database lacks a table or column of the models
      +-- StepFailed              a replayed step's recorded failure
      +-- RunFailed               a run whose result is asked for has failed
      |    +-- RunCancelled           it was cancelled
@@ -212,6 +213,13 @@ class GuardViolation(DurableError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class SchemaMismatch(DurableError):
+    """A statement of the library names a table or column that the database does not have; nothing was decided.
+
+    The server's message says which. A worker that meets it stops, and the run that it carried out goes back to ready.
+    """
 
 
 class StepFailed(DurableError):

@@ -7,14 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError, Suspended, TimedOut
+from sqla_durable.causes import leaves
+from sqla_durable.exc import Cancelled, DurableError, LostLease, RetryableError, SchemaMismatch, Suspended, TimedOut
 from sqla_durable.failure import Failure
 from sqla_durable.holder import Holder
 from sqla_durable.receipt import Receipt
+
+_MIGRATING: Final = timedelta(seconds=5)
 
 
 class Ending(StrEnum):
@@ -101,6 +104,19 @@ def _interrupted(holder: Holder[Any], interruption: BaseException) -> Outcome:
 
 
 def _ended(holder: Holder[Any], error: BaseException | None) -> Outcome:
+    """Write how the handler ended, unless it has done so itself, or has met a fault of the schema, not its own."""
+    try:
+        for leaf in () if error is None else leaves(error):
+            if isinstance(leaf, SchemaMismatch):
+                raise leaf
+        return _written(holder, error)
+    except SchemaMismatch as mismatch:
+        # Not due at once: this worker has yet to learn of it, and to stop.
+        hand_back(holder, _MIGRATING, "a migration")
+        return Outcome(Ending.INTERRUPTED, holder.status, holder.known(), exception=mismatch)
+
+
+def _written(holder: Holder[Any], error: BaseException | None) -> Outcome:
     """Write how the handler ended, unless it has done so itself; the write may find the lease lost."""
     if holder.ended:
         return _outcome(holder, error)
@@ -176,8 +192,8 @@ def let_go(holder: Holder[Any]) -> None:
         holder.release()
 
 
-def hand_back(holder: Holder[Any]) -> None:
-    """Hand a claimed run back that was not begun: it is due at once, and no attempt is counted."""
+def hand_back(holder: Holder[Any], delay: timedelta = timedelta(0), waits_for: str = "a slot") -> None:
+    """Hand a claimed run back: it is due at once, or after a while, and no attempt is counted."""
     holder.left = True
     with suppress(DurableError, SQLAlchemyError):
-        holder.park(timedelta(0), "a slot", progress=False)
+        holder.park(delay, waits_for, progress=False)

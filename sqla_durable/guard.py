@@ -137,15 +137,17 @@ def guard_of(table: FromClause) -> Guard | None:
 
     :param table: the table, as in ``Plan.__table__``.
     """
-    guard: Guard | None = notes(table).get(_INFO) if isinstance(table, Table) else None
+    known: Any = table
+    guard: Guard | None = notes(known).get(_INFO) if isinstance(known, Table) else None
     return guard
 
 
 def deletion_triggers(table: Table) -> list[str]:
     """Return the names of the triggers by which the guard of a table, if it has one, is told of deleted rows."""
     guard = guard_of(table)
-    triggers = {} if guard is None else guard.triggers
-    return [name for name, each in triggers.items() if each.each == "ROW" and "DELETE" in each.when]
+    if guard is None:
+        return []
+    return [name for name, each in guard.triggers.items() if each.each == "ROW" and "DELETE" in each.when]
 
 
 def is_guarded(run: type[Any]) -> bool:
@@ -196,12 +198,17 @@ def overrides_of(table: Table) -> Table:
     known = table.metadata.tables.get(name)
     if known is None:
         return _overrides(table)
-    if not notes(known).get(_OVERRIDES_INFO):
+    if not is_overrides(known):
         raise ConfigurationError(
             f"the table {known.fullname!r} is one of your own, but guards record there what was written in spite of "
             "them; give it another name."
         )
     return known
+
+
+def is_overrides(table: Table) -> bool:
+    """Whether a table is one that guards record overrides in."""
+    return bool(notes(table).get(_OVERRIDES_INFO))
 
 
 def _overrides(table: Table) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from sqla_durable.exc import DatabaseUnavailable
+from sqla_durable.exc import DatabaseUnavailable, SchemaMismatch
 from sqla_durable.holder import Holder
 from sqla_durable.store import Store
 
@@ -112,6 +112,9 @@ class Heartbeat:
             except DatabaseUnavailable as error:
                 _log.warning("heartbeats wait for the database: %s", error)
                 engine.dispose()
+                return
+            except SchemaMismatch as error:
+                _log.error("heartbeats fail: %s", error)
                 return
             except Exception:  # noqa: BLE001 - a hook or trigger of the user's may raise anything; the others go on
                 _log.warning("the heartbeat of %r failed and will be tried again", holder.lease, exc_info=True)

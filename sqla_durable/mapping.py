@@ -127,13 +127,19 @@ def storage_parameters(table: Table) -> dict[str, str]:
     given = _WRITTEN.search(str(options.get("using") or ""))
     pairs = [pair.split("=") for pair in given[1].split(",")] if given else []
     written = {name.strip(): value.strip() for name, value in pairs}
-    return written | {name: str(value) for name, value in (options.get("with") or {}).items()}
+    with_: Mapping[str, object] = options.get("with") or {}
+    return written | {name: str(value) for name, value in with_.items()}
 
 
 def owned_checks(table: Table) -> dict[str, CheckConstraint]:
     """Return the checks that the mixins added to a table, by the names that PostgreSQL knows them by."""
     checks = (item for item in table.constraints if isinstance(item, CheckConstraint))
     return {str(item.name): item for item in checks if item.info.get(_OWNED)}
+
+
+def owned_foreign_keys(table: Table) -> dict[str, ForeignKeyConstraint]:
+    """Return the foreign keys that the mixins added to a table, by the names that PostgreSQL knows them by."""
+    return {str(item.name): item for item in table.foreign_key_constraints if item.info.get(_OWNED)}
 
 
 def values_of(check: CheckConstraint) -> str | None:

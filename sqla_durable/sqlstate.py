@@ -20,6 +20,7 @@ from sqla_durable.exc import (
     DatabaseUnavailable,
     DurableError,
     GuardViolation,
+    SchemaMismatch,
     StepTimeout,
     TransactionConflict,
 )
@@ -38,7 +39,12 @@ UNIQUE_VIOLATION = "23505"
 NO_SUCH_SAVEPOINT = "3B001"
 READ_ONLY = "25006"
 UNDEFINED_TABLE = "42P01"
+UNDEFINED_COLUMN = "42703"
 GUARD_CLASS = "SD"
+_CREATE = (
+    "create the tables first, by your migrations or Base.metadata.create_all(engine), or check that the URL names the "
+    "right database"
+)
 
 _CHECK_VIOLATION = "23514"
 _FEATURE_NOT_SUPPORTED = "0A000"
@@ -102,12 +108,28 @@ def guard_violation(error: BaseException) -> GuardViolation | None:
     return GuardViolation(said, code, diagnosis.table_name)
 
 
+def schema_mismatch(error: BaseException) -> SchemaMismatch | None:
+    """Return the error of ours for a statement that names a table or column which the database does not have.
+
+    None for any other error, and for one within a function or trigger, which is of the user's making.
+
+    :param error: an error of SQLAlchemy's or of the driver's, raised by a statement of the library's.
+    """
+    diagnosis: Any = getattr(getattr(error, "orig", error), "diag", None)
+    if sqlstate_of(error) not in {UNDEFINED_TABLE, UNDEFINED_COLUMN} or diagnosis is None or diagnosis.context:
+        return None
+    remedy = "run your migrations" if diagnosis.sqlstate == UNDEFINED_COLUMN else _CREATE
+    return SchemaMismatch(
+        f"{diagnosis.message_primary}; {remedy}. The command sqla-durable check says all that differs from the models."
+    )
+
+
 def translate(error: BaseException) -> DurableError | None:
     """Return the error of ours that a database error stands for, or None where it is the statement's own fault."""
     code = sqlstate_of(error)
     shown = getattr(error, "orig", error)
-    if (refused := guard_violation(error)) is not None:
-        return refused
+    if (told := guard_violation(error) or schema_mismatch(error)) is not None:
+        return told
     if code in _CONFLICTS:
         return TransactionConflict(
             f"the transaction conflicts with another one (SQLSTATE {code}); retry the whole transaction: {shown}"

@@ -160,6 +160,7 @@ class Steps:
             if not opened.opened:
                 return self._known(connection, lease, key, codec, beside.effect)
             beside.opened(connection)
+            transaction.begun = True
             value = body(session.facade)
             returned = True
             transaction.refuse_ended()

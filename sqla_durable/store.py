@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar, cast
 
 from psycopg import Binary
-from sqlalchemy import Connection
+from sqlalchemy import Connection, false, select
 
 from sqla_durable import fence
 from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut, UsageError
@@ -79,6 +79,15 @@ class Store(Ground, Generic[RunT]):
                 f"it as signals={run}Signal."
             )
         return self._signals
+
+    def refuse_lacking(self) -> None:
+        """Refuse a database that lacks a column of these tables, by a statement on each that reads no row.
+
+        :raises SchemaMismatch: where it does.
+        """
+        for rows in (self.runs, self.receipts, self._signals):
+            if rows is not None:
+                self.single(partial(Connection.execute, statement=select(*rows.table.columns).where(false())))
 
     def lease(self, identity: Ident, fence: int, attempt: int, owner: str) -> Lease:
         """Return the lease that a claim issued."""

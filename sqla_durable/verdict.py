@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.orm import SessionTransaction
 
-from sqla_durable.exc import DurableError, TransactionEnded
+from sqla_durable.exc import DurableError, SchemaMismatch, TransactionEnded
 from sqla_durable.session import StepSession, ended
 from sqla_durable.sqlstate import (
     FAILED_TRANSACTION,
@@ -36,6 +36,8 @@ class StepTransaction:
         self._transaction = transaction
         self._connection = connection
         self._guard = guard
+        self.begun = False
+        """Whether the body has been called, so that a statement may be one of its own."""
 
     def refuse_ended(self) -> None:
         """Raise :class:`.TransactionEnded` unless the transaction stands, now that the body has returned."""
@@ -51,7 +53,8 @@ class StepTransaction:
         code = sqlstate_of(error)
         if code == FAILED_TRANSACTION:
             return _swallowed()
-        if code != READ_ONLY and (ours := translate(error)) is not None:
+        # What the body has SET, search_path for one, may have it look elsewhere for the receipts.
+        if code != READ_ONLY and (ours := translate(error)) is not None and not isinstance(ours, SchemaMismatch):
             return ours
         return TransactionEnded(
             f"the receipt could not be written on the body's connection, so nothing of the step is committed: "
@@ -82,7 +85,8 @@ class StepTransaction:
                 return ended("a COMMIT or ROLLBACK of its own, or SET CONSTRAINTS ALL instead of one by name")
             # An error that the body has handled in a savepoint is not why it raises another one.
             passed = cause is error or not healthy
-            if passed and (ours := translate(cause)) is not None:
+            ours = translate(cause) if passed else None
+            if ours is not None and not (self.begun and isinstance(ours, SchemaMismatch)):
                 return ours
             if returned and code == FAILED_TRANSACTION:
                 return _swallowed()

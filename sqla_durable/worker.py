@@ -57,6 +57,8 @@ class Worker(Serving[Work]):
         slot is given to another run meanwhile.
 
         :raises UsageError: where it is running already.
+        :raises SchemaMismatch: where the database lacks a table or column. It is asked before the first claim; where
+         one vanishes later, what is under way ends first, and the run that met it goes back to ready.
         """
         with Threads(self._concurrency) as slots, self._serving() as room, signals(self):
             self._log_start()

@@ -15,11 +15,10 @@ from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, func, select
-from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import ConfigurationError, Outcome, Run, Runs, UsageError, Worker
+from sqla_durable import ConfigurationError, Outcome, Run, Runs, SchemaMismatch, UsageError, Worker
 from sqla_durable.asyncio import AsyncRuns, AsyncWorker
 from sqla_durable.holder import Holder
 from sqla_durable.verbs import Verbs
@@ -499,6 +498,6 @@ def test_a_fault_in_the_tables_ends_the_worker_after_what_is_under_way(
     with engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE plan RENAME due TO available_at")
     gate.set()
-    with pytest.raises(ProgrammingError, match="available_at"):
+    with pytest.raises(SchemaMismatch, match="available_at"):
         background.result()
     assert column(engine, ident, "status") is PlanStatus.EXECUTED

@@ -473,6 +473,7 @@ def stuck(go: threading.Event) -> tuple[Callable[[Any], None], threading.Semapho
 def test_told_to_stop_it_lets_runs_of_both_forms_finish_and_claims_no_more(
     engine: Engine, session_factory: sessionmaker[Session], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "sqla_durable.worker")
     add_jobs(engine, Patient, 2)
     for _ in range(2):
         approved_plan(session_factory)

@@ -28,6 +28,7 @@ def make_app() -> typer.Typer:
     with needing("cli"):
         import typer
 
+        from sqla_durable.cli.check import check
         from sqla_durable.cli.diagram import diagram
         from sqla_durable.cli.errors import reporting
         from sqla_durable.cli.functions import result, start
@@ -58,7 +59,7 @@ def make_app() -> typer.Typer:
         """
 
     of_runs: list[Callable[..., None]] = [runs, show, start, result, signal, requeue, cancel, reap, purge]
-    of_tables: list[Callable[..., None]] = [init, partitions, worker, diagram]
+    of_tables: list[Callable[..., None]] = [init, check, partitions, worker, diagram]
     for command in (*of_runs, *of_tables):
         app.command()(reporting(command))
     app.command()(demo)

@@ -11,14 +11,9 @@ from sqlalchemy.exc import DBAPIError
 
 from sqla_durable.cli.output import one_line
 from sqla_durable.exc import DatabaseUnavailable, DurableError
-from sqla_durable.sqlstate import UNDEFINED_TABLE, sqlstate_of
+from sqla_durable.sqlstate import schema_mismatch
 
 P = ParamSpec("P")
-
-_NO_TABLE = (
-    "; create the tables first, by your migrations or Base.metadata.create_all(engine), or check that the URL names "
-    "the right database"
-)
 
 
 class CommandError(Exception):
@@ -44,8 +39,8 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             _end(command.__name__, str(error), 1)
         except DBAPIError as error:
             # The message only: the lines after it repeat the statement.
-            message = str(error.orig).partition("\n")[0]
-            _end(command.__name__, message + (_NO_TABLE if sqlstate_of(error) == UNDEFINED_TABLE else ""), 1)
+            lacking = schema_mismatch(error)
+            _end(command.__name__, str(error.orig).partition("\n")[0] if lacking is None else str(lacking), 1)
 
     return reported
 

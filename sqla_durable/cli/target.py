@@ -53,7 +53,8 @@ def runs_at(target: str, url: str | None) -> Any:
     if is_run_class(found):
         of_signals = _owned(SignalMixin, found)
         signals = of_signals[0] if len(of_signals) == 1 else None
-        return Runs(sessionmaker(create_engine(_url(target, url))), found, _receipts(found), signals=signals)
+        engine = create_engine(url_of(target, url, "is a run class, which has"))
+        return Runs(sessionmaker(engine), found, _receipts(found), signals=signals)
     if url is not None:
         raise CommandError(
             f"--url goes with a run class, but {target} is a {type(found).__name__}, which has an engine."
@@ -91,9 +92,7 @@ def _load(target: str) -> object:
     module, _, attributes = target.partition(":")
     if not attributes:
         raise CommandError(f"{target!r} does not name an object; write module:object, as in app.models:plans.")
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise CommandError(f"{module!r} is not the name of a module; write module:object, as in app.models:plans.")
-    found = _import(module)
+    found = module_at(module)
     for position, name in enumerate(names := attributes.split(".")):
         if not hasattr(found, name):
             owner = ".".join([module, *names[:position]])
@@ -102,7 +101,13 @@ def _load(target: str) -> object:
     return found
 
 
-def _import(module: str) -> object:
+def module_at(module: str) -> Any:
+    """Return the module of this name.
+
+    :raises CommandError: where there is none.
+    """
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise CommandError(f"{module!r} is not the name of a module; write module:object, as in app.models:plans.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -126,11 +131,16 @@ def _called(target: str, found: Callable[..., object]) -> object:
     return made
 
 
-def _url(target: str, url: str | None) -> Any:
+def url_of(target: str, url: str | None, what: str = "has") -> Any:
+    """Return the URL of the database for a target without an engine.
+
+    :param what: what the target is, for the error.
+    :raises CommandError: where there is none, or it is not of PostgreSQL.
+    """
     source = "DATABASE_URL" if url is None else "--url"
     given = os.environ.get("DATABASE_URL") if url is None else url
     if not given:
-        raise CommandError(f"{target} is a run class, which has no engine; give --url, or set DATABASE_URL.")
+        raise CommandError(f"{target} {what} no engine; give --url, or set DATABASE_URL.")
     try:
         parsed = make_url(given)
     except ArgumentError:

@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import Index, String, create_engine, func, literal, select
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
 import sqla_durable
@@ -28,6 +28,7 @@ from sqla_durable import (
     Ending,
     ExpiryMixin,
     Failure,
+    Finding,
     FrozenPayload,
     FunctionMixin,
     FunctionRun,
@@ -70,6 +71,8 @@ from sqla_durable import (
     RunReferenced,
     Runs,
     RunSummary,
+    SchemaMismatch,
+    Severity,
     SignalMismatch,
     SignalMixin,
     SignalTimeout,
@@ -89,6 +92,7 @@ from sqla_durable import (
     WaitMixin,
     Work,
     Worker,
+    check,
     create_partitions,
     drop_partitions,
     guard_of,
@@ -742,6 +746,21 @@ def guards() -> None:
     if refused is not None:
         assert_type(refused, GuardViolation)
         assert_type((refused.sqlstate, refused.table), tuple[str, str | None])
+
+
+async def checks(async_connection: AsyncConnection) -> None:
+    engine = create_engine("postgresql+psycopg://")
+    try:
+        found = check(engine, Base)
+    except SchemaMismatch:
+        return
+    assert_type(found, list[Finding])
+    assert_type(found[0].severity, Severity)
+    assert_type(str(found[0].code), str)
+    assert_type((found[0].subject, found[0].meaning, found[0].remedy), tuple[str, str, str])
+    assert_type(await async_connection.run_sync(check, Base.metadata), list[Finding])
+    with engine.connect() as connection:
+        check(connection, sqla_durable)
 
 
 class LimitedRun(FunctionMixin, Base):
