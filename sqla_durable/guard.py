@@ -137,8 +137,7 @@ def guard_of(table: FromClause) -> Guard | None:
 
     :param table: the table, as in ``Plan.__table__``.
     """
-    known: Any = table
-    guard: Guard | None = notes(known).get(_INFO) if isinstance(known, Table) else None
+    guard: Guard | None = notes(table).get(_INFO)
     return guard
 
 

@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     Constraint,
     ForeignKeyConstraint,
+    FromClause,
     Index,
     Table,
     event,
@@ -112,12 +113,13 @@ def set_fillfactor(table: Table, percent: int) -> None:
         table.dialect_kwargs["postgresql_using"] = f"heap WITH (fillfactor = {percent})"
 
 
-def notes(table: Table) -> dict[str, Any]:
+def notes(table: FromClause) -> dict[str, Any]:
     """Return where this library notes what it knows of a table; a copy of the table has a copy of the notes.
 
     They are those of the key's first column: Alembic writes the ``info`` of a table into the migration.
     """
-    notes: dict[str, Any] = table.primary_key.columns[0].info
+    first: Any = next(iter(table.primary_key))
+    notes: dict[str, Any] = first.info
     return notes
 
 
