@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.elements import ClauseElement
 
-from sqla_durable.guard import PREFIX
+from sqla_durable.guard import PREFIX, function_sql
 from sqla_durable.mapping import owned_checks, owned_indexes, storage_parameters
 from sqla_durable.plain_sql import qualified, quoted, written
 
@@ -49,12 +49,15 @@ _ITEM: Final = r"'(?:[^']|'')*'::character varying"
 _RESTORED: Final = re.compile(rf"ARRAY\[((?:\({_ITEM}\)::text(?:, )?)+)\]")
 _RESTORED_ITEM: Final = re.compile(rf"\(({_ITEM})\)::text")
 _GUARD: Final = text(
-    "SELECT format('%I.%I', n.nspname, proname) AS function, prosrc AS source,"
-    " pg_get_functiondef(p.oid) AS definition, tgname AS name, pg_get_triggerdef(t.oid) AS trigger,"
-    " tgenabled = 'O' AS enabled"
-    " FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid JOIN pg_namespace n ON n.oid = pronamespace"
+    "SELECT relname, proname, relnamespace = pronamespace AS beside, quote_ident(nspname) AS schema, prosrc AS source,"
+    " proconfig IS NOT NULL AS keeps_path, tgname AS name, tgenabled = 'O' AS enabled,"
+    # Only the short form leaves out the schema of a table that is in the search path.
+    " pg_get_triggerdef(t.oid) AS qualified, pg_get_triggerdef(t.oid, true) AS short"
+    " FROM pg_trigger t JOIN pg_class r ON r.oid = tgrelid JOIN pg_proc p ON p.oid = tgfoid"
+    " JOIN pg_namespace n ON n.oid = pronamespace"
     " WHERE tgrelid = to_regclass(:table) AND NOT tgisinternal AND starts_with(tgname, :prefix) ORDER BY tgname"
 )
+_CALLED: Final = re.compile(r"(?<=EXECUTE FUNCTION ).*$")
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,15 @@ def guard_there(connection: Connection, table: str) -> GuardThere | None:
     rows = connection.execute(_GUARD, {"table": table, "prefix": PREFIX}).all()
     if not rows:
         return None
-    first, triggers = rows[0], {row.name: row.trigger for row in rows}
-    enabled = all(row.enabled for row in rows)
-    return GuardThere(first.function, first.source, first.definition, triggers, enabled)
+    first = rows[0]
+    # In the schema that the models name for the table, or in none: another database may have it in another one.
+    place = table.removesuffix(quoted(first.relname)) if first.beside else f"{first.schema}."
+    function = f"{place}{quoted(first.proname)}"
+    short = table == quoted(first.relname)
+    created = {row.name: row.short if short else row.qualified for row in rows}
+    triggers = {name: _CALLED.sub(lambda _: f"{function}()", trigger) for name, trigger in created.items()}
+    definition = function_sql(function, first.source, keeps_path=first.keeps_path)
+    return GuardThere(function, first.source, definition, triggers, all(row.enabled for row in rows))
 
 
 def as_written(definition: str) -> str:

@@ -393,6 +393,14 @@ class Serving(Generic[WorkT]):
         for work in self._works:
             functions = known.setdefault(work.verbs.runs.entity.__name__, [])
             functions += [each for each in work.verbs.knows() if each not in functions]
+        for work in self._works:
+            name = work.verbs.runs.entity.__name__
+            if left := [each for each in work.verbs.starts() if each not in known[name]]:
+                log.warning(
+                    "runs of %s are started here and carried out elsewhere: pass the object that they are functions of "
+                    "to a worker, too",
+                    ", ".join(left),
+                )
         log.info("working on %s", ", ".join(f"{name} ({', '.join(of)})" if of else name for name, of in known.items()))
 
     def _check(self, **durations: timedelta) -> None:
@@ -425,6 +433,13 @@ class Serving(Generic[WorkT]):
                 f"{name} was given two handlers for the same runs, which would be left to chance; make it one handler "
                 "that looks at run.row, or a subclass of the model for each."
             )
+        limits: dict[Any, int | None] = {}
+        for verbs in (work.verbs for work in self._works):
+            if limits.setdefault(verbs.runs.table, verbs.limit_of_tenants()) != verbs.limit_of_tenants():
+                raise ConfigurationError(
+                    f"{name} was given functions of {verbs.runs.entity.__name__} with different limits per tenant, which "
+                    "is one limit of the table; give both forms the same concurrency_per_tenant."
+                )
         if not self._works:
             raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")
 

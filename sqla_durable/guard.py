@@ -103,15 +103,11 @@ class Guard:
 
         :param schema_of: says in which schema a table is.
         """
-        source = self.source(schema_of)
-        quote = "$guard$"
-        while quote in source:
-            quote = f"{quote[:-1]}_$"
         # A name without a schema is looked up in the search path: of who creates the table, not of who writes to it.
-        path = " SET search_path FROM CURRENT" if any(schema_of(table) is None for table in self.named) else ""
+        keeps_path = any(schema_of(table) is None for table in self.named)
         function, table = self._function(schema_of), table_name(self.table, schema_of)
         return (
-            f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}",
+            function_sql(function, self.source(schema_of), keeps_path=keeps_path),
             *(trigger.create(name, table, function) for name, trigger in self.triggers.items()),
         )
 
@@ -130,6 +126,20 @@ class Guard:
 
     def _function(self, schema_of: SchemaOf) -> str:
         return qualified(schema_of(self.table), self.function)
+
+
+def function_sql(name: str, source: str, *, keeps_path: bool) -> str:
+    """Return the statement that creates the function of a guard.
+
+    :param name: its quoted name.
+    :param source: its source.
+    :param keeps_path: whether it goes by the search path of whoever creates it.
+    """
+    quote = "$guard$"
+    while quote in source:
+        quote = f"{quote[:-1]}_$"
+    path = " SET search_path FROM CURRENT" if keeps_path else ""
+    return f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}"
 
 
 def guard_of(table: FromClause) -> Guard | None:

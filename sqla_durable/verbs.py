@@ -66,6 +66,14 @@ class Verbs(Generic[RunT]):
         """Return the names of the functions that can be carried out; none where there is no such thing."""
         return ()
 
+    def starts(self) -> Sequence[str]:
+        """Return the names of the functions that can be started; what is not known as well is carried out elsewhere."""
+        return ()
+
+    def limit_of_tenants(self) -> int | None:
+        """Return how many runs of the table one tenant may have live, which all who claim from it must agree on."""
+        return None
+
     def extras(self) -> Sequence[ColumnElement[Any]]:
         """What is read for a summary beside what every run has."""
         return ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 
@@ -335,3 +335,21 @@ def test_guards_in_the_sql_that_somebody_else_applies(project: Project, pytestco
     (revision,) = project.sql("SELECT version_num FROM alembic_version")[0]
     project.psql(script(project.alembic(f"downgrade {revision}:base --sql")), bin_dir)
     assert project.catalogue() == set()
+
+
+def test_a_migration_of_tables_without_a_schema_names_none(project: Project) -> None:
+    change_models(project, GUARDED)
+    migrate(project)
+    change_models(project, UNGUARDED)
+    assert NOTHING_NEW in migrate(project)
+    assert "public" not in project.migrations()[-1]
+    guardless = project.catalogue()
+    elsewhere = make_url(project.url).update_query_dict({"options": "-csearch_path=app"})
+    project.sql("CREATE SCHEMA app")
+    project.alembic("upgrade head", "downgrade -1", DATABASE_URL=elsewhere.render_as_string(hide_password=False))
+    moved = {tuple(str(part).replace("app.", "") for part in row) for row in project.catalogue("app")}
+    project.alembic("downgrade -1")
+    assert {row for row in moved if row[0] == "trigger"} == {
+        tuple(str(part).replace("public.", "") for part in row) for row in project.catalogue() if row[0] == "trigger"
+    }
+    assert guardless != project.catalogue()

@@ -22,6 +22,7 @@ from sqla_durable import (
     InputError,
     RunFailed,
     UsageError,
+    Worker,
 )
 from sqla_durable.asyncio import AsyncFunctionRun, AsyncFunctions, AsyncWorker
 from tests.support import Plan, PlanStep
@@ -190,3 +191,44 @@ def test_what_has_other_tables_or_no_functions_is_not_included(
         given: Any = no_functions
         with pytest.raises(ConfigurationError, match="Functions or AsyncFunctions"):
             both.functions.include(given)
+
+
+def test_to_include_the_same_again_changes_nothing(both: Both) -> None:
+    both.functions.include(both.coroutines)
+    with both.functions.session_factory.begin() as session:
+        handle = both.functions.start(session, both.fulfil, Order(id=1))
+    both.work()
+    assert isinstance(both.functions.result(handle), Shipment)
+
+
+def test_a_limit_per_tenant_is_one_of_the_table_so_both_forms_must_have_the_same(
+    engine: Engine, session_factory: sessionmaker[Session]
+) -> None:
+    limited = Functions(session_factory, DurableRun, DurableStep, concurrency_per_tenant=5)
+    async_engine = create_async_engine(engine.url)
+    coroutines = AsyncFunctions(async_sessionmaker(async_engine), DurableRun, DurableStep)
+    with pytest.raises(ConfigurationError, match="concurrency_per_tenant=5 of these Functions and None of the"):
+        limited.include(coroutines)
+    with pytest.raises(ConfigurationError, match="functions of DurableRun with different limits per tenant"):
+        AsyncWorker(limited, coroutines)
+    same = Functions(session_factory, DurableRun, DurableStep)
+    same.include(coroutines)
+    AsyncWorker(same, coroutines)
+
+
+def test_a_worker_says_which_functions_it_starts_and_does_not_carry_out(
+    both: Both, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(both.functions)
+    worker.stop()
+    worker.run()
+    said = "runs of fulfil, hear are started here and carried out elsewhere"
+    assert [said in record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [True]
+    caplog.clear()
+    both.run(lambda: drained(AsyncWorker(both.functions, both.coroutines)))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def drained(worker: AsyncWorker) -> None:
+    worker.stop()
+    await worker.run()

@@ -171,8 +171,16 @@ class Registry:
     def include(self, other: Registry) -> None:
         """Know the functions of another one, too, those that are declared later as well; they are carried out there.
 
-        :raises ConfigurationError: where both have a function of one name.
+        :raises ConfigurationError: where both have a function of one name, or their limits per tenant differ.
         """
+        if other in self._included:
+            return
+        if other.concurrency_per_tenant != self.concurrency_per_tenant:
+            raise ConfigurationError(
+                f"concurrency_per_tenant={self.concurrency_per_tenant} of these {self._form} and "
+                f"{other.concurrency_per_tenant} of the {other._form} that they include: it is a limit of the one table "
+                "of both; give both the same."
+            )
         for each in other:
             if (taken := self._known(each.name)) is not None:
                 raise ConfigurationError(
@@ -186,7 +194,7 @@ class Registry:
         :raises UsageError: where it is none of these.
         """
         if (known := self._known(function)) is None:
-            names = ", ".join(repr(each.name) for registry in (self, *self._included) for each in registry) or "none"
+            names = ", ".join(map(repr, self.all_names())) or "none"
             raise UsageError(
                 f"{function!r} is no function of these {self._form}; decorate it with @functions.function(name), "
                 f"import the module that does, or include() the {self._other_form} that it is one of. Known: {names}."
@@ -225,6 +233,10 @@ class Registry:
     def names(self) -> list[str]:
         """Return the names of all functions."""
         return list(self._by_name)
+
+    def all_names(self) -> list[str]:
+        """Return the names of all functions, with those that are included."""
+        return [each.name for registry in (self, *self._included) for each in registry]
 
     def limits(self) -> Mapping[str, Limits]:
         """Return the limits of the functions that have any."""

@@ -99,6 +99,14 @@ class FunctionVerbs(Verbs[FunctionT]):
         """Return the names of the functions that this process knows."""
         return self.registry.names()
 
+    def starts(self) -> Sequence[str]:
+        """Return the names of the functions that can be started, of those that are included, too."""
+        return self.registry.all_names()
+
+    def limit_of_tenants(self) -> int | None:
+        """Return how many runs of the table one tenant may have live."""
+        return self.registry.concurrency_per_tenant
+
     def include(self, other: object) -> None:
         """See :meth:`.Functions.include`."""
         works = getattr(other, "works", None)
