@@ -437,8 +437,8 @@ class Serving(Generic[WorkT]):
         for verbs in (work.verbs for work in self._works):
             if limits.setdefault(verbs.runs.table, verbs.limit_of_tenants()) != verbs.limit_of_tenants():
                 raise ConfigurationError(
-                    f"{name} was given functions of {verbs.runs.entity.__name__} with different limits per tenant, which "
-                    "is one limit of the table; give both forms the same concurrency_per_tenant."
+                    f"{name} was given functions of {verbs.runs.entity.__name__} with different limits per tenant: "
+                    "it is one limit of the table; give both forms the same concurrency_per_tenant."
                 )
         if not self._works:
             raise ConfigurationError(f"{name} needs something to carry out, as in {name}(plans.handled_by(carry_out)).")

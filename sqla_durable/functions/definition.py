@@ -178,8 +178,8 @@ class Registry:
         if other.concurrency_per_tenant != self.concurrency_per_tenant:
             raise ConfigurationError(
                 f"concurrency_per_tenant={self.concurrency_per_tenant} of these {self._form} and "
-                f"{other.concurrency_per_tenant} of the {other._form} that they include: it is a limit of the one table "
-                "of both; give both the same."
+                f"{other.concurrency_per_tenant} of the {other._form} that they include: it is a limit of the table "
+                "of both; give them the same."
             )
         for each in other:
             if (taken := self._known(each.name)) is not None:
