@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
+from uuid import UUID
 
 from sqla_durable.functions.handle import FunctionHandle
 from sqla_durable.functions.model import FunctionStatus
@@ -40,9 +41,15 @@ class FunctionSummary(RunSummary):
     published: str | None
 
     @property
+    def id(self) -> UUID:
+        """The primary key of the run, from which its handle can be rebuilt."""
+        key: UUID = self.identity[0]
+        return key
+
+    @property
     def handle(self) -> FunctionHandle:
         """The handle of the run."""
-        return FunctionHandle(self.function, self.identity[0], self.key, self.tenant)
+        return FunctionHandle(self.function, self.id, self.key, self.tenant)
 
     @property
     def state(self) -> Any:
