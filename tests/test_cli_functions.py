@@ -129,11 +129,8 @@ def test_a_result_that_is_not_there_says_why(target: str, jobs: Functions[Job]) 
     code, line = refused("result", target, failed.id)
     assert (code, "is failed: " in line, "Refused: no 1" in line) == (1, True, True)
     code, line = refused("result", target, waiting.id, "--timeout", "0.1s")
-    assert (code, line) == (
-        1,
-        f"sqla-durable result: {waiting.id} has not ended after 0.1s, and is ready; it goes on, and sqla-durable show "
-        "says how far it is.",
-    )
+    late = f"{waiting.id} has not ended after 0.1s, and is ready; it goes on, and sqla-durable show says how far it is."
+    assert (code, line) == (1, f"sqla-durable result: {late}")
     code, line = refused("result", target, uuid4())
     assert (code, "there is no Job" in line) == (1, True)
 

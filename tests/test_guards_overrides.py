@@ -238,7 +238,7 @@ def test_a_receipt_under_a_former_fence_is_told_from_one_of_a_run_that_is_not_ru
         VALUES (:id, 'by hand', 'succeeded', '1', 'external', :fence)"""
     with pytest.raises(DBAPIError, match="it is recorded under fence 0, and its run is running under fence 1"):
         world.execute(receipt, id=run.row.id, fence=0)
-    with pytest.raises(DBAPIError, match="it is recorded under fence 0, and its run is not running: it is ready, under fence 0"):
+    with pytest.raises(DBAPIError, match="it is recorded under fence 0, and its run is not running: it is ready"):
         world.execute(receipt, id=world.ready(), fence=0)
 
 
