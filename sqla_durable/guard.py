@@ -160,7 +160,13 @@ def deletion_triggers(table: Table) -> list[str]:
 
 
 def is_guarded(run: type[Any]) -> bool:
-    """Whether a run class asks for guards, of its own table and of what belongs to its runs."""
+    """Whether a run class asks for guards, of its own table and of what belongs to its runs.
+
+    :raises ConfigurationError: where it says neither yes nor no.
+    """
+    for where, asked in (("__guard__", run.__guard__), ("__lifecycle__.guard", run.__lifecycle__.guard)):
+        if not isinstance(asked, bool):
+            raise ConfigurationError(f"{run.__name__}.{where} is {asked!r}; write True or False.")
     return bool(run.__guard__ or run.__lifecycle__.guard)
 
 
@@ -251,7 +257,8 @@ def verdict(table: Table, overrides: str, what: str, key: Sequence[Column[Any]])
     values = [f"coalesce(OLD.{quoted(c.name)}, NEW.{quoted(c.name)})" for c in key]
     pairs = ", ".join(f"{literal(c.name)}, {value}" for c, value in zip(key, values, strict=True))
     row = f"concat_ws(', ', {', '.join(values)})"
-    said = f"concat({literal(f'{what} (')}, {row}, {literal(f') in {table.name}: ')}, problem)"
+    which = f"CASE WHEN TG_LEVEL = 'ROW' THEN concat(' (', {row}, ')') END"
+    said = f"concat({literal(what)}, {which}, {literal(f' in {table.name}: ')}, problem)"
     return f"""\
   IF problem IS NULL THEN
     RETURN NEW;

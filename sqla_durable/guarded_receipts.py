@@ -185,8 +185,15 @@ BEGIN
     END IF;"""
 
     def _other_fence(self) -> str:
-        said = literal("it is recorded under fence %s, and its run is %s under fence %s")
-        return f"format({said}, NEW.{self._name('fence')}, coalesce(run_status, 'not to be seen,'), run_fence)"
+        running, recorded = self._lifecycle.running.value, f"NEW.{self._name('fence')}"
+        is_running = literal(running)
+        running = running.replace("%", "%%")
+        unseen = literal("it is recorded under fence %s, and its run is not to be seen")
+        other = literal("it is recorded under fence %s, and its run is %s under fence %s")
+        idle = literal(f"it is recorded under fence %s, and its run is not {running}: it is %s, under fence %s")
+        return f"""CASE WHEN run_status IS NULL THEN format({unseen}, {recorded})
+        WHEN run_status = {is_running} THEN format({other}, {recorded}, run_status, run_fence)
+        ELSE format({idle}, {recorded}, run_status, run_fence) END"""
 
     def _name(self, attribute: str) -> str:
         return quoted(self._receipts.column(attribute).name)

@@ -191,10 +191,11 @@ def _position(cls: type[Any], runs: Rows[Any], partition: Monthly) -> tuple[int,
     if partition.column is not None:
         able = {name: found for name, found in able.items() if name == partition.column}
     if not able:
+        lacking = "no column says" if partition.column is None else f"{partition.column} does not say"
         raise ConfigurationError(
             f"{cls.__name__} cannot be partitioned by {partition!r}: the primary key of {run} is ({key}), in which "
-            f"{'nothing' if partition.column is None else partition.column} does not say when the run was made. Give "
-            "it a version 7 UUID (a Uuid column with default=uuid7), or a DateTime(timezone=True) or Date column."
+            f"{lacking} when the run was made. Give it a version 7 UUID (a Uuid column with default=uuid7), or a "
+            "DateTime(timezone=True) or Date column."
         )
     if len(able) > 1:
         raise ConfigurationError(

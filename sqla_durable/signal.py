@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from sqlalchemy import BigInteger, DateTime, Identity, String, text
+from sqlalchemy import BigInteger, DateTime, Identity, String, Table, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Mapper, mapped_column
 
 from sqla_durable.exc import ConfigurationError, UsageError
 from sqla_durable.mapping import add_index, when_mapped
 from sqla_durable.owned import OwnedRows, of_run_class
+from sqla_durable.plain_sql import qualified, quoted
 from sqla_durable.receipt import KEY_LENGTH
 from sqla_durable.waits_for import NAME_LENGTH, WaitMixin
 
@@ -79,6 +81,15 @@ class SignalRows(OwnedRows):
         self.reply = self.column("reply")
         self.error = self.column("error")
         self.answered_at = self.column("answered_at")
+
+    def deletion(self, schema_of: Callable[[Table], str | None], signal: int) -> str:
+        """Return the statement by which an operator deletes a signal.
+
+        :param schema_of: says in which schema a table is.
+        :param signal: its id.
+        """
+        table = qualified(schema_of(self.table), self.table.name)
+        return f"DELETE FROM {table} WHERE {quoted(self.id.name)} = {signal}"  # noqa: S608 - names are quoted
 
 
 def _configure(mapper: Mapper[Any]) -> None:

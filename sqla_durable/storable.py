@@ -123,11 +123,15 @@ def member(path: str, key: object) -> str:
     return f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r:.80}]"
 
 
-def why(error: Exception) -> str:
+def why(error: Exception, what: str = "result") -> str:
+    """Say which part of a value does not decode, and why.
+
+    :param what: what the value is.
+    """
     if not isinstance(error, ValidationError):
-        return f"result cannot be rebuilt: {type(error).__name__}: {error}"
+        return f"{what} cannot be rebuilt: {type(error).__name__}: {error}"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{functools.reduce(member, first['loc'], 'result')} cannot be rebuilt: {first['msg']}"
+    return f"{functools.reduce(member, first['loc'], what)} cannot be rebuilt: {first['msg']}"
 
 
 def state_of(value: Any) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Generic, TypeVar, cast
 
 from psycopg import Binary
-from sqlalchemy import Connection, false, select
+from sqlalchemy import Connection, Table, false, select
 
 from sqla_durable import fence
 from sqla_durable.exc import Cancelled, ConfigurationError, LostLease, TimedOut, UsageError
@@ -96,8 +96,13 @@ class Store(Ground, Generic[RunT]):
     @cached_property
     def name(self) -> str:
         """The table's name with the schema it is in for this engine, so that no lease passes from tenant to tenant."""
-        schema = self.schema_translate_map.get(self.runs.table.schema, self.runs.table.schema)
+        schema = self.schema_of(self.runs.table)
         return self.runs.table.name if schema is None else f"{schema}.{self.runs.table.name}"
+
+    def schema_of(self, table: Table) -> str | None:
+        """Return the schema that a table is in for this engine."""
+        schema: str | None = self.schema_translate_map.get(table.schema, table.schema)
+        return schema
 
     def check(self, lease: Lease) -> None:
         """Refuse a lease on a run of another table."""

@@ -80,19 +80,22 @@ class _Awaited(Generic[PayloadT]):
             return None
         return _nothing, (self.verb, self.name), {}
 
-    def decode(self, payload: object) -> PayloadT:
+    def decode(self, signal: int, payload: object) -> PayloadT:
         """Return a signal's payload.
 
+        :param signal: the signal's id.
         :raises SignalMismatch: where it is of another type.
         """
         try:
             return self._payload.decode(payload, self.name)
         except ReceiptMismatch as error:
-            reason = why(error.__cause__) if isinstance(error.__cause__, Exception) else str(error)
-            run = f"{self.holder.store.runs.entity.__name__} {self.holder.lease.identity!r}"
+            reason = why(error.__cause__, "payload") if isinstance(error.__cause__, Exception) else str(error)
+            store = self.holder.store
             raise SignalMismatch(
-                f"signal {self.name!r} of {run}: its payload does not decode as what the run waits for: {reason}. The "
-                "signal was not consumed: have the run wait for a type that can read it, or delete its row."
+                f"signal {self.name!r} of {store.runs.entity.__name__} {self.holder.lease.identity!r}: its payload "
+                f"does not decode as {self._payload.annotation}: {reason}. The signal was not consumed: have the run "
+                f"wait for a type that can read it, or delete it: {store.signals.deletion(store.schema_of, signal)}. "
+                "Then requeue the run."
             ) from error
 
     def park(self, key: str, given: str | None) -> None:
@@ -130,7 +133,7 @@ class Wait(_Awaited[PayloadT]):
                 return Recorded(known, replayed(known, Effect.SIGNAL, self._payload))
             else:
                 # Before it is taken: a process may die between the two, and would have consumed what nobody can read.
-                value = self.decode(parsed(seen.payload))
+                value = self.decode(seen.id, parsed(seen.payload))
                 if (taken := self.waits.take(lease, key, seen, given)) is not None:
                     return Recorded(taken, value)
 
@@ -155,7 +158,7 @@ class _Answering(Beside):
         if found is None:
             raise _NoSignal
         self.signal = None
-        self.payload = self._answer.decode(found[1])
+        self.payload = self._answer.decode(found[0], found[1])
         self.signal = found[0]
 
     def sealed(self, connection: Connection, result: str) -> None:

@@ -308,6 +308,24 @@ def test_a_guard_that_somebody_has_switched_off_is_seen(project: Project) -> Non
     assert "Detected changed guard of table 'plan'" in project.refused("check")
 
 
+def test_the_log_says_whether_a_guard_is_added_or_removed(project: Project) -> None:
+    migrate(project)
+    change_models(project, GUARDED)
+    assert "Detected added guard of table 'plan'" in migrate(project)
+    change_models(project, UNGUARDED)
+    assert "Detected removed guard of table 'plan'" in project.refused("check")
+
+
+def test_a_check_shows_the_sql_of_what_it_has_found(project: Project) -> None:
+    """Where a status is added nothing is refused but in the downgrade."""
+    migrate(project)
+    change_models(project, ADDED, REACHED)
+    found = project.refused("check")
+    assert "Verbatim(\"(status IN ('pending'," in found
+    assert "('execute in the downgrade', \"DO $refuse$" in found
+    assert "('execute',)" not in found
+
+
 def test_the_guard_of_a_table_that_is_removed_goes_with_it_and_comes_back(project: Project) -> None:
     change_models(project, GUARDED)
     migrate(project)

@@ -65,6 +65,10 @@ def target(
         async def double(run: Any, given: int) -> int:
             return given * 2
 
+        @functions.function("refuse")
+        async def refuse(run: Any, given: int) -> int:
+            return given
+
     return f"{importable(monkeypatch, functions=functions)}:functions"
 
 
@@ -83,10 +87,13 @@ def test_a_run_is_started_with_json_and_its_result_is_waited_for(
         "tenant": "acme",
         "status": "ready",
     }
-    waiter = Background(lambda: answered("result", target, ident))
+    waiter = Background(lambda: call("result", target, ident))
     eventually(awaited(engine, summary.identity[0]), "the command waits")
     jobs.execute(summary.handle)
-    assert json.loads(waiter.result()) == {"number": 5}
+    done = waiter.result()
+    assert (done.exit_code, json.loads(done.stdout)) == (0, {"number": 5})
+    assert done.stderr == f"{ident} is ready: waiting until it ends, without a --timeout.\n"
+    assert json.loads(answered("result", target, ident)) == {"number": 5}
 
 
 def test_a_start_that_starts_nothing_as_its_key_was_used_says_so(target: str, jobs: Functions[Job]) -> None:
@@ -122,7 +129,8 @@ def test_a_result_that_is_not_there_says_why(target: str, jobs: Functions[Job]) 
     code, line = refused("result", target, failed.id)
     assert (code, "is failed: " in line, "Refused: no 1" in line) == (1, True, True)
     code, line = refused("result", target, waiting.id, "--timeout", "0.1s")
-    assert (code, "is ready still" in line) == (1, True)
+    late = f"{waiting.id} has not ended after 0.1s, and is ready; it goes on, and sqla-durable show says how far it is."
+    assert (code, line) == (1, f"sqla-durable result: {late}")
     code, line = refused("result", target, uuid4())
     assert (code, "there is no Job" in line) == (1, True)
 
@@ -141,6 +149,19 @@ def test_runs_are_listed_by_function_key_and_tenant(target: str, jobs: Functions
     assert [row.split()[1:3] for row in rows] == [["refuse", "ready"], ["double", "k"]]
     code, line = refused("runs", target, "--status", "gone")
     assert (code, "'gone' is not a status of Job" in line) == (2, True)
+
+
+def test_a_function_that_this_process_does_not_know_is_said_to_be_one(target: str, jobs: Functions[Job]) -> None:
+    """It is no error, as its runs may be there all the same."""
+    for command, written in (
+        (("runs", target), ""),
+        (("cancel", target), "0 runs asked to be cancelled\n"),
+        (("requeue", target), "0 runs requeued\n"),
+        (("runs", target, "--counts"), "function  status  runs\n"),
+    ):
+        done = call(*command, "--function", "nope")
+        assert (done.exit_code, done.stdout) == (0, written)
+        assert "This process knows no function 'nope'; only runs that other code has started are of it." in done.stderr
 
 
 def test_counts_are_by_function_and_take_conditions(target: str, jobs: Functions[Job]) -> None:

@@ -349,7 +349,8 @@ def test_a_copy_of_the_tables_in_another_schema_has_a_guard_of_its_own(bare: Eng
     with bare.begin() as connection:
         receipt = """INSERT INTO app.job_step (job_id, step, outcome, result, effect, fence)
             SELECT id, 's', 'succeeded', '1', 'external', fence FROM app.job"""
-        with pytest.raises(DBAPIError, match="under fence 7, and its run is may start"), connection.begin_nested():
+        refused = "under fence 7, and its run is not under way: it is may start, under fence 7"
+        with pytest.raises(DBAPIError, match=refused), connection.begin_nested():
             connection.execute(text(receipt))
     copy.drop_all(bare)
 
@@ -493,6 +494,23 @@ def test_a_table_of_the_users_own_that_has_that_name_is_refused() -> None:
         class Job(RunMixin, Base):
             __tablename__ = "job"
             __guard__ = True
+            __lifecycle__ = lifecycle(job_machine())
+            id: Mapped[int] = mapped_column(primary_key=True)
+            status: Mapped[JobStatus] = __lifecycle__.machine.column()
+
+
+def test_anything_but_yes_or_no_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Job\.__lifecycle__\.guard is 'no'; write True or False\."):
+        unguarded(guard="no")
+
+    class Base(DeclarativeBase):
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"Job\.__guard__ is 'yes'; write True or False\."):
+
+        class Job(RunMixin, Base):
+            __tablename__ = "job"
+            __guard__: Any = "yes"
             __lifecycle__ = lifecycle(job_machine())
             id: Mapped[int] = mapped_column(primary_key=True)
             status: Mapped[JobStatus] = __lifecycle__.machine.column()

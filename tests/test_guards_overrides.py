@@ -227,9 +227,25 @@ def test_a_receipt_by_hand_waits_for_a_step_and_is_judged_by_what_it_leaves(worl
         connection.execute(text(landing), {"id": ident})
         writing = Background(lambda: world.execute(receipt, id=ident))
         wait_until_blocked(world.engine)
-    with pytest.raises(DBAPIError, match="its run is done under fence 1"):
+    with pytest.raises(DBAPIError, match="its run is not running: it is done, under fence 1"):
         writing.result()
     assert world.runs.receipts(ident) == ()
+
+
+def test_a_receipt_under_a_former_fence_is_told_from_one_of_a_run_that_is_not_running(world: World) -> None:
+    run = world.claimed()
+    receipt = """INSERT INTO job_step (job_id, step, outcome, result, effect, fence)
+        VALUES (:id, 'by hand', 'succeeded', '1', 'external', :fence)"""
+    with pytest.raises(DBAPIError, match="it is recorded under fence 0, and its run is running under fence 1"):
+        world.execute(receipt, id=run.row.id, fence=0)
+    with pytest.raises(DBAPIError, match="it is recorded under fence 0, and its run is not running: it is ready"):
+        world.execute(receipt, id=world.ready(), fence=0)
+
+
+def test_a_refusal_that_is_of_no_row_names_none(world: World) -> None:
+    world.done()
+    with pytest.raises(DBAPIError, match="JobStep in job_step: all receipts would be removed, and the runs stay"):
+        world.execute("TRUNCATE job_step")
 
 
 def test_two_writers_of_one_status_cannot_both_be_right(world: World) -> None:

@@ -518,7 +518,14 @@ def test_a_payload_that_does_not_decode_is_final_and_not_consumed(
     outcome = orders.execute(ident, wait_for_paid)
     assert outcome.status is PlanStatus.FAILED
     assert isinstance(outcome.exception, SignalMismatch)
-    assert "'paid'" in str(outcome.exception)
+    with engine.connect() as connection:
+        (signal,) = connection.scalars(select(OrderSignal.id))
+    assert str(outcome.exception) == (
+        f"signal 'paid' of Order ({ident!r},): its payload does not decode as int: payload cannot be rebuilt: Input "
+        "should be a valid integer, unable to parse string as an integer. The signal was not consumed: have the run "
+        "wait for a type that can read it, or delete it: DELETE FROM order_signal WHERE id = "
+        f"{signal}. Then requeue the run."
+    )
     assert taken(engine, ident) == [("paid", "seven", None)]
     assert outcome.receipts == ()
     orders.requeue(ident)

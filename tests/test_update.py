@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -205,6 +206,8 @@ def test_a_payload_that_does_not_decode_is_not_consumed(orders: Runs[Order], ide
     outcome = orders.execute(ident, answer_one)
     assert outcome.status is PlanStatus.FAILED
     assert isinstance(outcome.exception, SignalMismatch)
+    assert "payload cannot be rebuilt" in str(outcome.exception)
+    assert re.search(r"DELETE FROM \w+ WHERE id = \d+\. Then requeue the run", str(outcome.exception))
     assert taken(engine, ident) == [("discount", "all of it", None)]
     assert lines(engine) == []
 

@@ -95,8 +95,10 @@ class _Comparison:
         there = {name: self._there(name) for name in changed}
         included = {name: check for name, check in changed.items() if self._is_included(check, name, there[name])}
         for name in included:
-            _log.info("Detected changed check constraint %r on table %r", name, self.table.name)
-            if (old := there[name]) is not None:
+            old = there[name]
+            what = "added" if old is None else "changed"
+            _log.info("Detected %s check constraint %r on table %r", what, name, self.table.name)
+            if old is not None:
                 yield ops.DropConstraintOp.from_constraint(old)
         for name, check in included.items():
             yield from self._refusal(check, self.found.checks.get(name))

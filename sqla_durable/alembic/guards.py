@@ -37,7 +37,8 @@ def compare_guards(
     if is_same and (not is_replaced or wanted is None):
         return
     if not is_same:
-        _log.info("Detected changed guard of table %r", modified.table_name)
+        what = "added" if found is None else "removed" if wanted is None else "changed"
+        _log.info("Detected %s guard of table %r", what, modified.table_name)
     if found is not None and name is not None:
         modified.ops.insert(0, _dropping(name, found))
     if wanted is not None:

@@ -44,6 +44,8 @@ class SqlOp(MigrateOperation):
 
     def to_diff_tuple(self) -> tuple[Any, ...]:
         """Return what ``alembic check`` reports."""
+        if not self.statements:
+            return ("execute in the downgrade", *self.undoing)
         return ("execute", *self.statements)
 
 

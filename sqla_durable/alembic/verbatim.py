@@ -33,6 +33,10 @@ class Verbatim(ColumnElement[Any]):
     def __init__(self, sql: str) -> None:
         self.sql = sql
 
+    def __repr__(self) -> str:
+        # What ``alembic check`` shows of it.
+        return f"{type(self).__name__}({self.sql!r})"
+
 
 def escaped(sql: str) -> str:
     """Return SQL as ``text()`` takes it, so that it comes out as it is."""

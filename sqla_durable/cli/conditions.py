@@ -12,6 +12,7 @@ import typer
 from sqla_durable.cli.errors import CommandError
 from sqla_durable.cli.form import OpenFunctions, OpenRuns
 from sqla_durable.cli.options import Key, Statuses, age
+from sqla_durable.cli.output import say
 
 _OF_FUNCTIONS = "function", "tenant", "waiting"
 
@@ -78,6 +79,9 @@ def checked(runs: OpenRuns, **conditions: Any) -> dict[str, Any]:
             f"--key goes with runs that have idempotency keys, and {runs.name} is declared without KeyMixin; name "
             "a run by its primary key."
         )
+    if isinstance(runs, OpenFunctions) and "function" in given and not runs.knows(given["function"]):
+        # No error: the runs of a function outlive its code.
+        say(f"This process knows no function {given['function']!r}; only runs that other code has started are of it.")
     if "status" in given:
         given["status"] = statuses_of(runs, given["status"])
     return given

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sqla_durable.cli.target import is_functions, runs_at
-from sqla_durable.exc import RunNotFound
+from sqla_durable.exc import RunNotFound, UsageError
 from sqla_durable.functions import FunctionHandle, Functions, FunctionSummary
 from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Receipt
@@ -173,6 +173,12 @@ class OpenFunctions(OpenRuns):
     def signal(self, ident: object, name: str, payload: object) -> bool:
         """See :meth:`.Functions.signal`; here in a transaction of its own."""
         return super().signal(_id(ident), name, payload)
+
+    def knows(self, function: str) -> bool:
+        """Whether it is the name of a function that this process knows."""
+        with suppress(UsageError):
+            return self._runs.works()[0].verbs.registry.of(function) is not None
+        return False
 
     def start(self, name: str, *inputs: object, **options: Any) -> FunctionHandle:
         """See :meth:`.Functions.start`; here in a transaction of its own.

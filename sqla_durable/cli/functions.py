@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from sqla_durable.cli.chosen import OneRun
+from sqla_durable.cli.durations import rounded
 from sqla_durable.cli.form import OpenFunctions
 from sqla_durable.cli.groups import grouped
 from sqla_durable.cli.idents import Idents
 from sqla_durable.cli.options import AsJson, FunctionsTarget, Ident, age, json_of
 from sqla_durable.cli.output import jsonable, say, write_json
 from sqla_durable.cli.target import functions_at
-from sqla_durable.exc import RunNotFound
+from sqla_durable.exc import RunNotFound, RunNotLanded
 
 
 def start(
@@ -78,4 +79,16 @@ def result(
         summary = functions.describe(identity)
         if summary is None:
             raise RunNotFound(f"there is no {functions.name} with the key {idents.write(identity)}.")
-        write_json(jsonable(functions.result(summary.handle, timeout)))
+        written = idents.write(identity)
+        if timeout is None and summary.status not in functions.rows.lifecycle.machine.terminal:
+            say(f"{written} is {summary.status}: waiting until it ends, without a --timeout.")
+        try:
+            answer = functions.result(summary.handle, timeout)
+        except RunNotLanded as error:
+            late = "" if timeout is None else f" after {rounded(timeout)}"
+            seen = functions.describe(identity)
+            state = "gone" if seen is None else seen.status.value
+            raise RunNotLanded(
+                f"{written} has not ended{late}, and is {state}; it goes on, and sqla-durable show says how far it is."
+            ) from error
+        write_json(jsonable(answer))
