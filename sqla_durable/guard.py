@@ -34,6 +34,7 @@ from sqla_durable.mapping import notes
 from sqla_durable.plain_sql import digest, literal, qualified, quoted, shortened
 
 OVERRIDES: Final = "durable_override"
+"""The name of the table that records overrides, and where a metadata's ``info`` has another name for it."""
 PREFIX: Final = "durable_guard_"
 """What the names of a guard's function and of its triggers begin with."""
 _INFO: Final = "sqla_durable.guard"
@@ -209,14 +210,14 @@ def overrides_of(table: Table) -> Table:
 
     :raises ConfigurationError: where the metadata has another table of that name.
     """
-    name = OVERRIDES if table.schema is None else f"{table.schema}.{OVERRIDES}"
-    known = table.metadata.tables.get(name)
+    name = str(table.metadata.info.get(OVERRIDES, OVERRIDES))
+    known = table.metadata.tables.get(name if table.schema is None else f"{table.schema}.{name}")
     if known is None:
-        return _overrides(table)
+        return _overrides(table, name)
     if not is_overrides(known):
         raise ConfigurationError(
             f"the table {known.fullname!r} is one of your own, but guards record there what was written in spite of "
-            "them; give it another name."
+            f"them; give it another name, or have them use another one: MetaData(info={{{OVERRIDES!r}: ...}})."
         )
     return known
 
@@ -226,9 +227,9 @@ def is_overrides(table: Table) -> bool:
     return bool(notes(table).get(_OVERRIDES_INFO))
 
 
-def _overrides(table: Table) -> Table:
+def _overrides(table: Table, name: str) -> Table:
     return Table(
-        OVERRIDES,
+        name,
         table.metadata,
         Column("id", BigInteger, Identity(), primary_key=True, info={_OVERRIDES_INFO: True}),
         Column("table_name", Text, nullable=False),

@@ -225,6 +225,26 @@ def test_the_tables_of_several_bases_are_migrated_together(of_two: Project, writ
     assert both(of_two) == changed
 
 
+def test_guarded_classes_of_two_bases_in_one_schema_record_overrides_in_tables_of_different_names(
+    of_two: Project,
+) -> None:
+    guarded = '__tablename__ = "{}"\n    __guard__ = True\n'
+    of_two.change("app/models.py", '__tablename__ = "plan"\n', guarded.format("plan"))
+    of_two.change("app/billing.py", '__tablename__ = "charge"\n', guarded.format("charge"))
+    of_two.change("app/billing.py", '{"schema": "billing"}', '{"schema": None}')
+    of_two.change("app/billing.py", "sa.MetaData(\n", 'sa.MetaData(\n        info={"durable_override": "charged"},\n')
+    of_two.configure("metadata", "app.models:Base, app.billing:Billing")
+    assert NOTHING_NEW in of_two.alembic("revision --autogenerate -m both", "upgrade head", "check")
+    of_two.sql(
+        "INSERT INTO plan (status) VALUES ('pending')",
+        "INSERT INTO charge (status, amount, plan_id) SELECT 'pending', 1, id FROM plan",
+        "SET LOCAL sqla_durable.override = 'by hand'",
+        "UPDATE charge SET status = 'failed'",
+    )
+    assert of_two.sql("SELECT table_name, reason FROM charged") == [("charge", "by hand")]
+    assert of_two.sql("SELECT count(*) FROM durable_override") == [(0,)]
+
+
 def test_bases_that_share_one_metadata_may_all_be_named(project: Project) -> None:
     project.configure("metadata", "app.models:Base app.models:Plan, app.base:Base.metadata")
     assert NOTHING_NEW in project.alembic("revision --autogenerate -m plans", "upgrade head", "check")
