@@ -20,6 +20,7 @@ from sqla_durable import (
     ReceiptMixin,
     RunMixin,
     SignalMixin,
+    StatusMachine,
     WaitMixin,
     check,
     create_partitions,
@@ -29,6 +30,9 @@ from sqla_durable import (
 from tests.support import PlanStatus, plan_statuses
 
 SETTINGS = {"wal_level": "logical", "max_prepared_transactions": "10"}
+
+# Of its own: what takes a bare key goes by the one class that a machine serves.
+statuses = StatusMachine(PlanStatus, initial=plan_statuses.initial, transitions=plan_statuses.transitions)
 
 
 class Base(DeclarativeBase):
@@ -41,7 +45,7 @@ class Order(KeyMixin, WaitMixin, RunMixin, Base):
     __tablename__ = "order"
     __guard__ = True
     __lifecycle__ = Lifecycle(
-        plan_statuses,
+        statuses,
         ready=PlanStatus.APPROVED,
         running=PlanStatus.EXECUTING,
         done=PlanStatus.EXECUTED,
@@ -49,7 +53,7 @@ class Order(KeyMixin, WaitMixin, RunMixin, Base):
         one_in_flight=("customer",),
     )
     id: Mapped[int] = mapped_column(primary_key=True)
-    status: Mapped[PlanStatus] = plan_statuses.column()
+    status: Mapped[PlanStatus] = statuses.column()
     customer: Mapped[str]
 
 
@@ -75,7 +79,7 @@ class Ticket(Base):
 
     __tablename__ = "ticket"
     id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
-    status: Mapped[PlanStatus] = plan_statuses.column()
+    status: Mapped[PlanStatus] = statuses.column()
 
 
 class Customer(Base):

@@ -160,11 +160,11 @@ LACKS: dict[str, tuple[tuple[str, str, str], tuple[str, ...]]] = {
         ("DROP FUNCTION durable_guard_order CASCADE",),
     ),
     "the source of a guard": (
-        ("error", "other-guard", '"order" public.durable_guard_order'),
+        ("error", "other-guard", '"order" durable_guard_order'),
         (PASSING,),
     ),
     "triggers of a guard": (
-        ("error", "disabled-guard", '"order" public.durable_guard_order'),
+        ("error", "disabled-guard", '"order" durable_guard_order'),
         ('ALTER TABLE "order" DISABLE TRIGGER USER',),
     ),
     "the foreign key of a partition": (

@@ -234,10 +234,13 @@ def test_a_heartbeat_that_finds_the_lease_lost_does_not_break_a_start_off(
 
 
 def taken_over(engine: Engine, others: Runs[Brief], ident: int) -> None:
-    with Session(engine) as session, session.begin():
-        lapse(session, Brief, ident)
-    assert others.heal(ident)
-    assert others.claim(ident) is not None
+    def tried() -> bool:
+        with Session(engine) as session, session.begin():
+            lapse(session, Brief, ident)
+        # Unless a heartbeat comes in between, by which the holder keeps its run.
+        return others.heal(ident) and others.claim(ident) is not None
+
+    eventually(tried, "a moment between two heartbeats")
 
 
 def test_what_cannot_be_awaited_is_told_apart_from_a_service_that_is_away(

@@ -22,6 +22,7 @@ from sqla_durable import (
     Run,
     RunMixin,
     Runs,
+    StatusMachine,
     UsageError,
     create_partitions,
     drop_partitions,
@@ -36,11 +37,13 @@ from tests.test_partitions import at, months_ago
 from tests.test_plans_of_statements import explained, nodes
 
 NOW = timedelta(0)
+# Of its own: what takes a bare key goes by the one class that a machine serves.
+statuses = StatusMachine(PlanStatus, initial=plan_statuses.initial, transitions=plan_statuses.transitions)
 
 
 def lifecycle(**options: Any) -> Lifecycle[PlanStatus]:
     return Lifecycle(
-        plan_statuses,
+        statuses,
         ready=PlanStatus.APPROVED,
         running=PlanStatus.EXECUTING,
         done=PlanStatus.EXECUTED,
@@ -62,7 +65,7 @@ class Job(RunMixin, Base):
     __partition__ = Monthly()
 
     id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
-    status: Mapped[PlanStatus] = plan_statuses.column()
+    status: Mapped[PlanStatus] = statuses.column()
 
 
 class JobStep(ReceiptMixin[Job], Base):
@@ -289,7 +292,7 @@ def test_what_needs_a_unique_index_of_the_whole_table_is_refused() -> None:
             __lifecycle__ = lifecycle()
             __partition__ = Monthly()
             id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
-            status: Mapped[PlanStatus] = plan_statuses.column()
+            status: Mapped[PlanStatus] = statuses.column()
 
     with pytest.raises(ConfigurationError, match=r"one_in_flight.*none across partitions"):
 
@@ -299,7 +302,7 @@ def test_what_needs_a_unique_index_of_the_whole_table_is_refused() -> None:
             __partition__ = Monthly()
             id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
             kind: Mapped[str]
-            status: Mapped[PlanStatus] = plan_statuses.column()
+            status: Mapped[PlanStatus] = statuses.column()
 
     with pytest.raises(ConfigurationError, match=r"KeyMixin.*none across partitions"):
 
@@ -327,7 +330,7 @@ def test_a_key_that_does_not_say_when_the_run_was_made_is_refused(key: Any) -> N
         __tablename__ = "odd"
         __lifecycle__ = lifecycle()
         id: Mapped[Any] = key()
-        status: Mapped[PlanStatus] = plan_statuses.column()
+        status: Mapped[PlanStatus] = statuses.column()
 
     with pytest.raises(ConfigurationError, match=r"in which no column says when the run was made\..* default=uuid7"):
 
@@ -348,7 +351,7 @@ def test_a_day_or_an_instant_in_a_composite_key_says_the_month(empty_url: str, k
         __partition__ = Monthly()
         number: Mapped[int] = mapped_column("No.", primary_key=True, autoincrement=False)
         day: Mapped[Any] = mapped_column("the day", kind, primary_key=True)
-        status: Mapped[PlanStatus] = plan_statuses.column()
+        status: Mapped[PlanStatus] = statuses.column()
 
     class DailyStep(ReceiptMixin[Daily], Other):
         __tablename__ = "daily_step"
@@ -391,7 +394,7 @@ def test_operations_on_a_table_without_partitions_say_how_to_declare_them(monthl
         __tablename__ = "whole"
         __lifecycle__ = lifecycle()
         id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid7)
-        status: Mapped[PlanStatus] = plan_statuses.column()
+        status: Mapped[PlanStatus] = statuses.column()
 
     with Session(monthly) as session:
         for call in (

@@ -309,7 +309,7 @@ def test_a_run_that_lapsed_before_it_could_start_is_renewed_and_carried_out(
 def test_over_asyncio_runs_that_wait_behind_a_blocked_loop_are_fenced_again(
     engine: Engine, session_factory: sessionmaker[Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sqla_durable.holder._MOMENT", 0.5)
+    monkeypatch.setattr("sqla_durable.tenure._MOMENT", 0.5)
     other: Runs[Plan] = Runs(session_factory, Plan, PlanStep, owner="other")
     idents = [approved_plan(session_factory) for _ in range(2)]
     started: list[UUID] = []
