@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
-from sqlalchemy import Connection, Table, text
+from sqlalchemy import Connection, Row, Table, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.elements import ClauseElement
 
-from sqla_durable.guard import PREFIX, function_sql
+from sqla_durable.guard import CLOSED_PATH, PREFIX, Guard, SchemaOf, function_sql
 from sqla_durable.mapping import owned_checks, owned_indexes, storage_parameters
 from sqla_durable.plain_sql import qualified, quoted, written
 
@@ -50,13 +50,17 @@ _RESTORED: Final = re.compile(rf"ARRAY\[((?:\({_ITEM}\)::text(?:, )?)+)\]")
 _RESTORED_ITEM: Final = re.compile(rf"\(({_ITEM})\)::text")
 _GUARD: Final = text(
     "SELECT relname, proname, relnamespace = pronamespace AS beside, quote_ident(nspname) AS schema, prosrc AS source,"
-    " proconfig IS NOT NULL AS keeps_path, tgname AS name, tgenabled = 'O' AS enabled,"
+    " proconfig AS settings, prosecdef AS as_owner, tgname AS name,"
+    " tgenabled = 'O' AND NOT EXISTS (SELECT FROM pg_trigger c WHERE c.tgparentid = t.oid AND c.tgenabled <> 'O')"
+    " AS enabled,"
     # Only the short form leaves out the schema of a table that is in the search path.
     " pg_get_triggerdef(t.oid) AS qualified, pg_get_triggerdef(t.oid, true) AS short"
     " FROM pg_trigger t JOIN pg_class r ON r.oid = tgrelid JOIN pg_proc p ON p.oid = tgfoid"
     " JOIN pg_namespace n ON n.oid = pronamespace"
     " WHERE tgrelid = to_regclass(:table) AND NOT tgisinternal AND starts_with(tgname, :prefix) ORDER BY tgname"
 )
+_BY_PATH: Final = re.compile(r"search_path=pg_catalog, (.*, )?pg_temp")
+_ON: Final = re.compile(r" ON .*? (?=FOR EACH)", re.DOTALL)
 _CALLED: Final = re.compile(r"(?<=EXECUTE FUNCTION ).*$")
 
 
@@ -64,18 +68,36 @@ _CALLED: Final = re.compile(r"(?<=EXECUTE FUNCTION ).*$")
 class GuardThere:
     """The guard that a table has.
 
+    :param table: the table's quoted name, with its schema.
     :param function: the quoted name of its function, with its schema.
     :param source: the function's source.
-    :param definition: the statement that creates the function.
-    :param triggers: the statements that create the triggers, by name.
-    :param enabled: whether all of the triggers fire.
+    :param settings: the settings that the function runs with.
+    :param shapes: when its triggers fire, by their names.
+    :param statements: those that create all of it.
+    :param enabled: whether all of the triggers fire, on all partitions.
     """
 
+    table: str
     function: str
     source: str
-    definition: str
-    triggers: Mapping[str, str]
+    settings: str
+    shapes: Mapping[str, str]
+    statements: tuple[str, ...]
     enabled: bool
+
+    def is_of(self, connection: Connection, guard: Guard, schema_of: SchemaOf) -> bool:
+        """Whether it is what a guard wants, be it enabled or not.
+
+        :param schema_of: says in which schema a table is.
+        """
+        closed = self.settings == f"search_path={CLOSED_PATH}"
+        by_path = _BY_PATH.fullmatch(self.settings) is not None and not closed
+        return (
+            self.source == guard.source(schema_of)
+            and self.function.endswith(quoted(guard.function))
+            and (closed or (by_path and guard.goes_by_path(schema_of)))
+            and self.shapes == _wanted_shapes(connection, guard, self)
+        )
 
 
 @dataclass(frozen=True)
@@ -120,12 +142,7 @@ def wanted(connection: Connection, table: Table, there: Catalogue) -> Catalogue:
         # Columns as they are: one that changes as well is for those who compare columns.
         _run(connection, f"CREATE TEMPORARY TABLE {_SHADOW} (LIKE {there.table})")
         for statement in _statements(table, there):
-            try:
-                with connection.begin_nested():
-                    _run(connection, statement)
-            except DBAPIError as error:
-                if error.connection_invalidated:
-                    raise
+            _try(connection, statement)
         found = _read(connection, f"pg_temp.{_SHADOW}")
         savepoint.rollback()
     return Catalogue(
@@ -148,11 +165,30 @@ def guard_there(connection: Connection, table: str) -> GuardThere | None:
     # In the schema that the models name for the table, or in none: another database may have it in another one.
     place = table.removesuffix(quoted(first.relname)) if first.beside else f"{first.schema}."
     function = f"{place}{quoted(first.proname)}"
-    short = table == quoted(first.relname)
-    created = {row.name: row.short if short else row.qualified for row in rows}
-    triggers = {name: _CALLED.sub(lambda _: f"{function}()", trigger) for name, trigger in created.items()}
-    definition = function_sql(function, first.source, keeps_path=first.keeps_path)
-    return GuardThere(function, first.source, definition, triggers, all(row.enabled for row in rows))
+    created = {row.name: row.short if table == quoted(first.relname) else row.qualified for row in rows}
+    triggers = [_CALLED.sub(lambda _: f"{function}()", each) for each in created.values()]
+    # Of one that calls another function, or runs as its owner, nothing is as it should be.
+    strange = first.as_owner or len({(row.schema, row.proname) for row in rows}) > 1
+    settings = "" if strange else ", ".join(first.settings or ())
+    by_path = settings != f"search_path={CLOSED_PATH}"
+    statements = (*function_sql(function, first.source, by_path=by_path), *triggers)
+    return GuardThere(table, function, first.source, settings, _shapes(rows), statements, all(r.enabled for r in rows))
+
+
+def _wanted_shapes(connection: Connection, guard: Guard, there: GuardThere) -> dict[str, str]:
+    """Return what PostgreSQL makes of the triggers that a guard wants."""
+    with connection.begin_nested() as savepoint:
+        _run(connection, f"CREATE TEMPORARY TABLE {_SHADOW} (LIKE {there.table})")
+        for name, trigger in guard.triggers.items():
+            _try(connection, trigger.create(name, f"pg_temp.{_SHADOW}", there.function))
+        rows = connection.execute(_GUARD, {"table": f"pg_temp.{_SHADOW}", "prefix": PREFIX}).all()
+        savepoint.rollback()
+    return _shapes(rows)
+
+
+def _shapes(rows: Sequence[Row[Any]]) -> dict[str, str]:
+    """Return when each trigger fires, by its name."""
+    return {row.name: _CALLED.sub("", _ON.sub("", row.qualified)) for row in rows}
 
 
 def as_written(definition: str) -> str:
@@ -183,6 +219,16 @@ def _statements(table: Table, there: Catalogue) -> Iterator[str]:
 
 def _run(connection: Connection, statement: str) -> None:
     connection.exec_driver_sql(statement, execution_options={"no_parameters": True})
+
+
+def _try(connection: Connection, statement: str) -> None:
+    """Execute what PostgreSQL may refuse, where a column is missing or has another type for one."""
+    try:
+        with connection.begin_nested():
+            _run(connection, statement)
+    except DBAPIError as error:
+        if error.connection_invalidated:
+            raise
 
 
 def _read(connection: Connection, table: str) -> Catalogue:

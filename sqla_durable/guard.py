@@ -37,6 +37,7 @@ OVERRIDES: Final = "durable_override"
 """The name of the table that records overrides, and where a metadata's ``info`` has another name for it."""
 PREFIX: Final = "durable_guard_"
 """What the names of a guard's function and of its triggers begin with."""
+CLOSED_PATH: Final = "pg_catalog, pg_temp"
 _INFO: Final = "sqla_durable.guard"
 _OVERRIDES_INFO: Final = "sqla_durable.overrides"
 
@@ -104,13 +105,18 @@ class Guard:
 
         :param schema_of: says in which schema a table is.
         """
-        # A name without a schema is looked up in the search path: of who creates the table, not of who writes to it.
-        keeps_path = any(schema_of(table) is None for table in self.named)
         function, table = self._function(schema_of), table_name(self.table, schema_of)
         return (
-            function_sql(function, self.source(schema_of), keeps_path=keeps_path),
+            *function_sql(function, self.source(schema_of), by_path=self.goes_by_path(schema_of)),
             *(trigger.create(name, table, function) for name, trigger in self.triggers.items()),
         )
+
+    def goes_by_path(self, schema_of: SchemaOf = declared_schema) -> bool:
+        """Whether it names a table without a schema, and so depends on the search path.
+
+        :param schema_of: says in which schema a table is.
+        """
+        return any(schema_of(table) is None for table in self.named)
 
     def drop(self, schema_of: SchemaOf = declared_schema, *, table_is_gone: bool = False) -> tuple[str, ...]:
         """Return the statements that drop it.
@@ -129,18 +135,26 @@ class Guard:
         return qualified(schema_of(self.table), self.function)
 
 
-def function_sql(name: str, source: str, *, keeps_path: bool) -> str:
-    """Return the statement that creates the function of a guard.
+def function_sql(name: str, source: str, *, by_path: bool) -> tuple[str, ...]:
+    """Return the statements that create the function of a guard.
+
+    It has a search path of its own, in which nothing comes before PostgreSQL's own operators, and temporary tables of
+    whoever writes come last. What it looks up is found by the search path of who creates it.
 
     :param name: its quoted name.
     :param source: its source.
-    :param keeps_path: whether it goes by the search path of whoever creates it.
+    :param by_path: whether it names tables without their schema.
     """
     quote = "$guard$"
     while quote in source:
         quote = f"{quote[:-1]}_$"
-    path = " SET search_path FROM CURRENT" if keeps_path else ""
-    return f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql{path} AS {quote}{source}{quote}"
+    made = f"CREATE OR REPLACE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql SET search_path TO {CLOSED_PATH}"
+    created = f"{made} AS {quote}{source}{quote}"
+    if not by_path:
+        return (created,)
+    path = "concat_ws(', ', 'pg_catalog', nullif(current_setting('search_path'), ''), 'pg_temp')"
+    set_path = f"EXECUTE concat('ALTER FUNCTION ', {literal(name)}, '() SET search_path TO ', {path});"
+    return created, f"DO $path$\nBEGIN\n  {set_path}\nEND\n$path$"
 
 
 def guard_of(table: FromClause) -> Guard | None:

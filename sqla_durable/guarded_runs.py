@@ -33,23 +33,31 @@ def guard_runs(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) 
     overrides = overrides_of(rows.table)
     # After the update, so that no trigger of the user's changes the row when it has been looked at. Most updates, such
     # as a renewal of the lease, change nothing of this and call nothing.
-    watched = [status, rows.column("fence"), rows.column("lease_owner"), *rows.key]
+    fixed = [*rows.key, rows.column("created_at")]
+    moved = " OR ".join(f"OLD.{quoted(c.name)} IS DISTINCT FROM NEW.{quoted(c.name)}" for c in fixed)
+    watched = [status, rows.column("fence"), rows.column("lease_owner"), *fixed]
     changed = " OR ".join(f"OLD.{quoted(c.name)} IS DISTINCT FROM NEW.{quoted(c.name)}" for c in watched)
     expires = quoted(rows.column("lease_expires_at").name)
     condition = f"{changed} OR (OLD.{expires} IS NULL) <> (NEW.{expires} IS NULL)"
-    rules = _Rules(rows, status, lifecycle)
+    triggers = {"update": Trigger("AFTER UPDATE", condition)}
+    is_partitioned = rows.table.dialect_options["postgresql"].get("partition_by") is not None
+    if is_partitioned:
+        # Of a row that moves to another partition no trigger after the update hears.
+        triggers["move"] = Trigger("BEFORE UPDATE", moved)
+    rules = _Rules(rows, status, lifecycle, "BEFORE" if is_partitioned else "AFTER")
     attach(
         rows.table,
-        {"update": Trigger("AFTER UPDATE", condition)},
+        triggers,
         lambda name_of: rules.source(name_of, overrides),
         overrides,
     )
 
 
 class _Rules:
-    def __init__(self, rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) -> None:
+    def __init__(self, rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any], moves: str) -> None:
         self._rows = rows
         self._lifecycle = lifecycle
+        self._moves = moves
         self._status = quoted(status.name)
         self._fence, self._attempts, self._owner, self._expires = (
             quoted(rows.column(name).name) for name in ("fence", "attempts", "lease_owner", "lease_expires_at")
@@ -72,10 +80,12 @@ DECLARE
   remedy text;
   reason text;
 BEGIN
-  IF {self._differs()} THEN
+  IF TG_WHEN = '{self._moves}' AND ({self._differs()}) THEN
     code := '{KEY}';
-    problem := 'its primary key would change';
-    remedy := 'Receipts and leases name a run by its key: start another run.';
+    problem := 'its primary key or created_at would change';
+    remedy := 'Receipts, leases and idempotency keys go by them: start another run.';
+  ELSIF TG_WHEN = 'BEFORE' THEN
+    RETURN NEW;
   ELSIF NEW.{fence} < OLD.{fence} THEN
     code := '{FENCE}';
     problem := format('its fence would go back from %s to %s', OLD.{fence}, NEW.{fence});
@@ -87,7 +97,7 @@ BEGIN
       remedy := 'Only declared transitions and requeues change it; see Lifecycle.';
     ELSIF NEW.{status} = {running} THEN
       IF OLD.{status} <> {ready} OR NEW.{owner} IS NULL OR NEW.{expires} IS NULL OR (
-        (NEW.{fence} > OLD.{fence} AND NEW.{attempts} = OLD.{attempts} + 1)
+        (NEW.{fence} = OLD.{fence} + 1 AND NEW.{attempts} = OLD.{attempts} + 1)
         OR (NEW.{fence} = OLD.{fence} AND NEW.{attempts} = OLD.{attempts} AND NEW.{owner} = OLD.{owner})
       ) IS NOT TRUE THEN
         code := '{FENCE}';
@@ -140,7 +150,10 @@ BEGIN
         )
 
     def _differs(self) -> str:
-        return " OR ".join(f"NEW.{quoted(c.name)} IS DISTINCT FROM OLD.{quoted(c.name)}" for c in self._rows.key)
+        return " OR ".join(f"NEW.{name} IS DISTINCT FROM OLD.{name}" for name in self._fixed())
+
+    def _fixed(self) -> list[str]:
+        return [quoted(column.name) for column in (*self._rows.key, self._rows.column("created_at"))]
 
     def _ordered(self, statuses: AbstractSet[StrEnum]) -> list[str]:
         return [status.value for status in self._lifecycle.machine.transitions if status in statuses]

@@ -76,13 +76,14 @@ class Partitioned:
         statements = [f"CREATE TABLE {name} (LIKE {self.parent(schema)} {like}){self._storage()}"]
         if self.guard is not None:
             within = f"{self.column_name} >= {low} AND {self.column_name} < {high}"
+            columns = ", ".join(quoted(each.name) for each in self.table.columns if each.computed is None)
             moved = f"WITH moved AS (DELETE FROM {default} WHERE {within} RETURNING *)"  # noqa: S608 - names are quoted
             statements += [
                 f"LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
                 # Or the table could not be altered before what the DELETE defers has been checked.
                 f"SET CONSTRAINTS {qualified(schema, self.guard[0])} IMMEDIATE",
                 *(f"ALTER TABLE {default} DISABLE TRIGGER {quoted(trigger)}" for trigger in watching),
-                f"{moved} INSERT INTO {name} SELECT * FROM moved",  # noqa: S608 - as above
+                f"{moved} INSERT INTO {name} ({columns}) SELECT {columns} FROM moved",  # noqa: S608 - as above
                 *(f"ALTER TABLE {default} ENABLE TRIGGER {quoted(trigger)}" for trigger in watching),
             ]
         attach = f"ALTER TABLE {self.parent(schema)} ATTACH PARTITION {name} FOR VALUES FROM ({low}) TO ({high})"

@@ -268,8 +268,17 @@ class _Open:
         """Wait for locks no longer than so, and raise errors of ours."""
         milliseconds = max(1, round(lock_timeout.total_seconds() * 1000))
         with translated(), self._told_of_locks(lock_timeout):
+            self._refuse_snapshot()
             self.connection.execute(select(func.set_config("lock_timeout", f"{milliseconds}ms", True)))  # noqa: FBT003
             yield
+
+    def _refuse_snapshot(self) -> None:
+        level = str(self.connection.execute(text("SHOW transaction_isolation")).scalar_one())
+        if level != "read committed":
+            raise UsageError(
+                f"the transaction is {level.upper()}, so it does not see what others wrote to {self.name} before it "
+                "had its lock; use a session whose engine has isolation_level='READ COMMITTED'."
+            )
 
     @contextmanager
     def _told_of_locks(self, lock_timeout: timedelta) -> Generator[None, None, None]:

@@ -311,8 +311,8 @@ def _configure(mapper: Mapper[Any]) -> None:
     event.listen(cls.available_at, "set", _within, propagate=True, retval=True)
     frozen.configure(rows, rows.status, rows.lifecycle, RunMixin.__reserved__ | {"available_at"})
     _add_constraints(rows)
-    guard_runs(rows, rows.status, rows.lifecycle)
     _partition(rows)
+    guard_runs(rows, rows.status, rows.lifecycle)
     set_fillfactor(rows.table, _FILLFACTOR)
 
 

@@ -232,3 +232,15 @@ def test_a_worker_says_which_functions_it_starts_and_does_not_carry_out(
 async def drained(worker: AsyncWorker) -> None:
     worker.stop()
     await worker.run()
+
+
+def test_a_name_that_is_taken_in_what_includes_them_is_refused_too(both: Both) -> None:
+    @both.functions.function("taken")
+    def taken(run: FunctionRun) -> int:
+        return 1
+
+    with pytest.raises(ConfigurationError, match="'taken'"):
+
+        @both.coroutines.function("taken")
+        async def other(run: AsyncFunctionRun) -> int:
+            return 2

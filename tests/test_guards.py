@@ -71,6 +71,16 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "an end that comes without a claim": ("ready", _RUN.format("status = 'failed'"), "SD001"),
     # the fence
     "a claim that keeps the fence": ("released", _RUN.format(f"{_CLAIM}, attempts = attempts + 1"), "SD002"),
+    "a claim that skips fences": (
+        "ready",
+        _RUN.format(f"{_CLAIM}, fence = fence + 2, attempts = attempts + 1"),
+        "SD002",
+    ),
+    "a claim that uses up all fences": (
+        "ready",
+        _RUN.format(f"{_CLAIM}, fence = 9223372036854775807, attempts = attempts + 1"),
+        "SD002",
+    ),
     "a claim that counts no attempt": ("ready", _RUN.format(f"{_CLAIM}, fence = fence + 1"), "SD002"),
     "a claim that counts two": ("ready", _RUN.format(f"{_CLAIM}, fence = fence + 1, attempts = 2"), "SD002"),
     "a claim of a run that is held": ("running", _RUN.format("lease_owner = 'x', fence = 2, attempts = 2"), "SD002"),
@@ -99,6 +109,7 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "a cancellation that keeps its owner": ("reaped", _RUN.format("status = 'cancelled'"), "SD003"),
     # the key
     "another key": ("ready", _RUN.format("id = gen_random_uuid()"), "SD004"),
+    "another instant of its beginning": ("ready", _RUN.format("created_at = 'infinity'"), "SD004"),
     # receipts recorded
     "a receipt of a run that waits": ("released", _RECEIPT.format("fence"), "SD011"),
     "a receipt of a run that was reaped": ("reaped", _RECEIPT.format("fence"), "SD011"),

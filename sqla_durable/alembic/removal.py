@@ -39,8 +39,11 @@ def _statement(table: str, column: str, removed: Collection[str]) -> list[str]:
     rule = f"{table}.{column} IN ({literals(removed)})"
     told = literal(f" rows are in a status that this migration removes: {rule}")
     hint = literal(f"Give them another one above this statement of the migration: {_update(table, column, removed)}")
+    quote = "$refuse$"
+    while any(quote in value for value in removed):
+        quote = f"{quote[:-1]}_$"
     statement = (
-        "DO $refuse$\n"
+        f"DO {quote}\n"
         "DECLARE\n"
         "    remaining bigint;\n"
         "BEGIN\n"
@@ -50,7 +53,7 @@ def _statement(table: str, column: str, removed: Collection[str]) -> list[str]:
         f"            HINT = {hint};\n"
         "    END IF;\n"
         "END\n"
-        "$refuse$"
+        f"{quote}"
     )
     return [statement]
 

@@ -38,7 +38,7 @@ def guards(connection: Connection, table: Table, name: str) -> Iterator[Finding]
             _MIGRATE,
         )
         return
-    if found.source != wanted.source(connection.schema_for_object) or found.triggers.keys() != wanted.triggers.keys():
+    if not found.is_of(connection, wanted, connection.schema_for_object):
         yield error(
             "other-guard",
             f"{name} {found.function}",
@@ -46,7 +46,7 @@ def guards(connection: Connection, table: Table, name: str) -> Iterator[Finding]
             _MIGRATE,
         )
     if not found.enabled:
-        enable = ", ".join(f"ENABLE TRIGGER {quoted(trigger)}" for trigger in found.triggers)
+        enable = ", ".join(f"ENABLE TRIGGER {quoted(trigger)}" for trigger in found.shapes)
         yield error(
             "disabled-guard",
             f"{name} {found.function}",

@@ -107,6 +107,7 @@ class Registry:
         self._by_name: dict[str, Definition] = {}
         self._by_body: dict[AnyBody, Definition] = {}
         self._included: list[Registry] = []
+        self._including: list[Registry] = []
 
     def add(
         self,
@@ -126,7 +127,8 @@ class Registry:
         :raises ConfigurationError: where the name is taken, or the declaration cannot work.
         """
         refuse_name(name)
-        if (taken := self._known(name)) is not None:
+        known = (each._known(name) for each in (self, *self._including))  # noqa: SLF001 - of the same class
+        if (taken := next(filter(None, known), None)) is not None:
             raise ConfigurationError(
                 f"there is a function {name!r} already, {taken.body!r}; give {body!r} another name."
             )
@@ -187,6 +189,7 @@ class Registry:
                     f"there is a function {each.name!r} already, {taken.body!r}; give {each.body!r} another name."
                 )
         self._included.append(other)
+        other._including.append(self)
 
     def of(self, function: AnyBody | str) -> Definition:
         """Return the definition of a function, given itself or its name.
