@@ -87,3 +87,25 @@ def test_a_migration_may_hold_the_sql_of_the_months(project: Project, request: p
     assert len(names) == 30
     assert {"monthly_2026_01", "monthly_step_2027_02", "monthly_default", "monthly_step_default"} <= names
     assert NOTHING_NEW in project.alembic("check")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ("number: Mapped[int] = mapped_column(sa.Identity())", "number has an identity, which is not taken along"),
+        ('__table_args__ = (sa.UniqueConstraint("step", name="once"),)', "once must then have monthly_id among"),
+        ('__table_args__ = (sa.Index("once", "step", unique=True),)', "once must then have monthly_id among"),
+    ],
+    ids=["identity", "unique constraint", "unique index"],
+)
+def test_a_table_that_cannot_become_partitioned_is_refused_before_a_migration_is_written(
+    project: Project, own: str, told: str
+) -> None:
+    model(project)
+    project.change("app/models.py", '    __table_args__ = {"schema": None}\n', "")
+    receipts, partition = '__tablename__ = "monthly_step"\n', "    __partition__ = Monthly()\n"
+    project.change("app/models.py", f"{receipts}{partition}", f"{receipts}    {own}\n")
+    project.alembic("revision --autogenerate -m one", "upgrade head", "check")
+    project.change("app/models.py", receipts, f"{receipts}{partition}")
+    assert told in project.refused("revision --autogenerate -m two")
+    assert len(project.migrations()) == 1

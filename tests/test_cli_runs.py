@@ -44,6 +44,7 @@ def fails(run: Run[Any]) -> None:
 def aged(factory: sessionmaker[Session], *ages: str) -> list[UUID]:
     idents = [approved_plan(factory) for _ in ages]
     with factory.begin() as session:
+        session.execute(text("SET LOCAL sqla_durable.override = 'runs of some age'"))
         for ident, age in zip(idents, ages, strict=True):
             created = text(f"clock_timestamp() - interval '{age}'")
             session.execute(update(Plan).where(Plan.id == ident).values(created_at=created))

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy import Engine, create_engine, func, select, text
+from sqlalchemy import Computed, Engine, create_engine, func, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqla_durable import (
@@ -21,6 +21,7 @@ from sqla_durable import (
     ReceiptMixin,
     TransactionConflict,
     TransactionEnded,
+    UsageError,
     create_partitions,
     drop_partitions,
     partition_sql,
@@ -46,6 +47,7 @@ class Parted(FunctionMixin, Base):
 class PartedStep(ReceiptMixin[Parted], Base):
     __tablename__ = "parted_step"
     __partition__ = Monthly()
+    letters: Mapped[int] = mapped_column(Computed("length(step)", persisted=True))  # which no INSERT may name
 
 
 class Effect(Base):
@@ -177,6 +179,15 @@ def test_receipts_in_the_default_partition_move_to_that_of_their_month(parted: E
     ahead(parted)
     assert where(parted) == {f"parted_step_{months_ago(0):%Y_%m}": 2}
     assert functions.steps(handle) == before
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_partitions_are_neither_created_nor_dropped_by_what_a_snapshot_shows(parted: Engine, level: str) -> None:
+    with Session(parted.execution_options(isolation_level=level)) as session:
+        with pytest.raises(UsageError, match=f"the transaction is {level}"):
+            drop_partitions(session, PartedStep, NOW)
+        with pytest.raises(UsageError, match="isolation_level='READ COMMITTED'"):
+            create_partitions(session, PartedStep)
 
 
 def a_month(engine: Engine, month: date, *statements: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from alembic.operations import ops
+from alembic.util import CommandError
 from sqlalchemy import Connection, Row, Table, text
 
 from sqla_durable import catalogue
@@ -80,6 +81,7 @@ def compare_partitioning(
         return False
     _log.info("Detected that table %r becomes a partitioned one", name)
     conversion = _Conversion(connection, there, name, parts)
+    conversion.refuse_impossible()
     # Each partition has that foreign key to itself, and the table has none.
     unsealed = conversion.unsealed()
     kept = (op for op in modified.ops if unsealed is None or getattr(op, "constraint_name", None) != unsealed)
@@ -107,6 +109,25 @@ class _Conversion:
     there: Table
     name: str
     parts: Partitioned
+
+    def refuse_impossible(self) -> None:
+        """Refuse what PostgreSQL would refuse, or take and then make unusable.
+
+        :raises CommandError: naming the table and what stands in the way.
+        """
+        identities = [column.name for column in self.there.columns if column.identity is not None]
+        if identities:
+            raise CommandError(
+                f"{self.name} cannot become partitioned: {', '.join(identities)} has an identity, which is not taken "
+                "along. Give it a default of a sequence of its own first."
+            )
+        unique = [each for each in self._constraints() if each.kind in {"u", "x"}]
+        unique += [each for each in self._read(_INDEXES) if "UNIQUE INDEX" in each.definition]
+        if others := [str(each.name) for each in unique if self.parts.column.name not in each.columns]:
+            raise CommandError(
+                f"{self.name} cannot become partitioned: {', '.join(others)} must then have {self.parts.column_name} "
+                "among its columns, as nothing is unique across partitions. Change or drop it first."
+            )
 
     def forth(self) -> Iterator[str]:
         """Attach the table to a partitioned one that takes its name."""
