@@ -84,7 +84,7 @@ class Catalogue:
     checks: Mapping[str, str]
     indexes: Mapping[str, str]
     storage: Mapping[str, str]
-    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 def existing(connection: Connection, table: Table) -> Catalogue:

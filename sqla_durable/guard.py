@@ -139,7 +139,7 @@ def guard_of(table: Table) -> Guard | None:
 def deletion_triggers(table: Table) -> list[str]:
     """Return the names of the triggers by which the guard of a table, if it has one, is told of deleted rows."""
     guard = guard_of(table)
-    triggers = {} if guard is None else guard.triggers
+    triggers: Mapping[str, Trigger] = {} if guard is None else guard.triggers
     return [name for name, each in triggers.items() if each.each == "ROW" and "DELETE" in each.when]
 
 

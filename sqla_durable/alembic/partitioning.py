@@ -176,7 +176,7 @@ class _Conversion:
             if each.name == self.unsealed() and self.parts.guard is not None:
                 yield each.name, self.parts.guard[0]
             elif each.kind in _LABELS:
-                columns = [] if each.kind == "p" else each.columns
+                columns: list[str] = [] if each.kind == "p" else each.columns
                 yield each.name, _chosen(self.parts.default_name, columns, _LABELS[each.kind])
 
     def _index_names(self) -> Iterator[tuple[str, str]]:
