@@ -321,3 +321,11 @@ def test_what_a_table_has_of_its_own_stays_when_it_is_partitioned(history: Histo
     history.down(1)
     history.up()
     assert places(history) == {"plan_step_default": 1}
+
+
+def test_a_table_whose_model_is_not_partitioned_any_more_is_left_with_a_warning(history: History) -> None:
+    history.begin()
+    history.step(history.shape.models(partition=True))
+    history.project.write("app/models.py", history.shape.models())
+    told = history.project.refused("check")
+    assert "Table 'plan_step' is partitioned, and its model does not say so; nothing is done about that" in told

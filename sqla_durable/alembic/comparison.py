@@ -43,6 +43,9 @@ def compare(
     if there is not None:
         found = catalogue.existing(connection, there)
         _reword(there, found)
+        # SQLAlchemy 2.0 does not reflect them, and a downgrade would create the table without.
+        if table is None and found.storage and not there.dialect_options["postgresql"].get("with"):
+            modified.ops.append(SqlOp([], [f"ALTER TABLE {found.table} SET ({_written(found.storage)})"]))
         if table is not None:
             comparison = _Comparison(context, modified, there, table, found, catalogue.wanted(connection, table, found))
             modified.ops += [*comparison.checks_of_columns(), *comparison.checks()]
