@@ -39,9 +39,9 @@ class Part:
     :param locked: the tables that ``first`` and ``last`` change.
     """
 
-    first: list[ops.MigrateOperation] = field(default_factory=list)
-    long: list[ops.MigrateOperation] = field(default_factory=list)
-    last: list[ops.MigrateOperation] = field(default_factory=list)
+    first: list[ops.MigrateOperation] = field(default_factory=list[ops.MigrateOperation])
+    long: list[ops.MigrateOperation] = field(default_factory=list[ops.MigrateOperation])
+    last: list[ops.MigrateOperation] = field(default_factory=list[ops.MigrateOperation])
     locked: dict[str, set[str]] = field(default_factory=lambda: {"first": set(), "last": set()})
 
     def operations(self) -> list[ops.MigrateOperation]:
