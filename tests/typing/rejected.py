@@ -10,7 +10,22 @@ from enum import StrEnum
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from sqla_durable import Functions, Lifecycle, Pending, Rate, Receipt, Retry, Run, Runs, RunSummary, Worker
+from sqla_durable import (
+    Functions,
+    Lifecycle,
+    Monthly,
+    Pending,
+    Rate,
+    Receipt,
+    Retry,
+    Run,
+    Runs,
+    RunSummary,
+    Worker,
+    create_partitions,
+    drop_partitions,
+    partition_sql,
+)
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.typing.accepted import (
     Base,
@@ -175,3 +190,10 @@ def limits(functions: Functions[LimitedRun]) -> None:
     functions.function("b", rate=100)  # type: ignore[arg-type]
     Rate(100, per=60)  # type: ignore[arg-type]
     Rate(100)  # type: ignore[call-arg]
+
+
+def partitions(session: Session) -> None:
+    Monthly(7)  # type: ignore[arg-type]
+    create_partitions(session, PlanStep())  # type: ignore[arg-type]
+    drop_partitions(session, PlanStep, 365)  # type: ignore[arg-type]
+    partition_sql(PlanStep, "2026-03")  # type: ignore[arg-type]
