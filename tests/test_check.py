@@ -182,6 +182,7 @@ LACKS: dict[str, tuple[tuple[str, str, str], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("lack", LACKS)
 def test_a_check_finds_another(own: Engine, lack: str) -> None:
     expected, statements = LACKS[lack]
@@ -219,6 +220,7 @@ SQL = [
 ]
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("lack", SQL)
 def test_a_remedy_that_is_sql_mends(own: Engine, lack: str) -> None:
     execute(own, *LACKS[lack][1])

@@ -317,6 +317,7 @@ class Crowd:
             session.commit()
 
 
+@pytest.mark.past_guards
 @pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_sweepers_claimers_approvers_and_editors_of_the_same_rows_never_deadlock(
     engine: Engine, seconds: float

@@ -22,6 +22,7 @@ def body(session: Session) -> int:
     return len(session.execute(text("SELECT * FROM entry")).all())
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("migrated", MIGRATIONS)
 def test_a_statement_prepared_before_a_migration_of(
     engine: Engine, session_factory: sessionmaker[Session], migrated: str

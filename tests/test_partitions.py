@@ -30,6 +30,8 @@ from sqla_durable import (
 )
 from sqla_durable.sqlstate import translated
 from tests.support import Background, wait_until_blocked
+from tests.support_statements import statements
+from tests.test_plans_of_statements import explained, nodes
 
 NOW = timedelta(0)
 DAY = timedelta(days=1)
@@ -349,13 +351,40 @@ def test_neither_waits_for_a_lock_for_longer_than_it_was_told(parted: Engine) ->
             drop_partitions(session, PartedStep, NOW, lock_timeout=timedelta(milliseconds=50))
 
 
-def test_statements_of_a_step_look_into_one_partition(parted: Engine) -> None:
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+def test_what_an_execution_sends_looks_into_the_partition_of_its_month_only(parted: Engine, mode: str) -> None:
     ahead(parted, 6)
     functions = functions_on(parted)
-    receipts = functions._verbs.store.receipts
-    with parted.connect() as connection:
-        connection.execute(text("SET plan_cache_mode = force_generic_plan"))
-        connection.execute(text("PREPARE p (uuid, text) AS SELECT FROM parted_step WHERE parted_id = $1 AND step = $2"))
-        plan = "\n".join(connection.scalars(text(f"EXPLAIN EXECUTE p('{uuid7()}', 'one')")))
-    assert "Subplans Removed: 7" in plan
-    assert receipts.guard == "fk_parted_step_unsealed"
+    with functions.session_factory.begin() as session:
+        handle = functions.start(session, "write", "a")
+    with statements(parted) as sent:
+        functions.execute(handle)
+        functions.steps(handle)
+    on_receipts = [pair for pair in zip(sent, sent.parameters, strict=True) if "parted_step" in pair[0]]
+    assert len(on_receipts) == 5
+    for statement, parameters in on_receipts:
+        read = {node.get("Relation Name", "") for node in nodes(explained(parted, statement, parameters, mode))}
+        assert {name for name in read if name.startswith("parted_step_")} <= {f"parted_step_{months_ago(0):%Y_%m}"}
+
+
+def test_names_near_the_longest_that_postgresql_keeps_stay_apart(empty_url: str) -> None:
+    class Other(DeclarativeBase):
+        pass
+
+    class Long(FunctionMixin, Other):
+        __tablename__ = "long"
+
+    columns = {"__partition__": Monthly()}
+    steps: list[type[Any]] = [
+        type(f"Step{end}", (ReceiptMixin[Long], Other), {**columns, "__tablename__": "ü" * 30 + "%" + end})
+        for end in ("a", "b")
+    ]
+    engine = create_engine(empty_url)
+    Other.metadata.create_all(engine)
+    with Session(engine) as session, session.begin():
+        for step in steps:
+            create_partitions(session, step, 1)
+        names = [each.name for step in steps for each in partitions_of(session, step)]
+        assert len({*names}) == len(names) == 6
+        assert max(len(name.encode()) for name in names) <= 63
+    engine.dispose()

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqla_durable import (
     Functions,
     Lifecycle,
+    Monthly,
     Pending,
     Rate,
     Receipt,
@@ -21,8 +22,11 @@ from sqla_durable import (
     Runs,
     RunSummary,
     Worker,
+    create_partitions,
+    drop_partitions,
     guard_of,
     guard_violation,
+    partition_sql,
 )
 from sqla_durable.asyncio import AsyncRun, AsyncRuns, AsyncWork, AsyncWorker
 from tests.typing.accepted import (
@@ -194,3 +198,10 @@ def limits(functions: Functions[LimitedRun]) -> None:
 def guards() -> None:
     guard_of(Plan)  # type: ignore[arg-type]
     guard_violation("SD001")  # type: ignore[arg-type]
+
+
+def partitions(session: Session) -> None:
+    Monthly(7)  # type: ignore[arg-type]
+    create_partitions(session, PlanStep())  # type: ignore[arg-type]
+    drop_partitions(session, PlanStep, 365)  # type: ignore[arg-type]
+    partition_sql(PlanStep, "2026-03")  # type: ignore[arg-type]
