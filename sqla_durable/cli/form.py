@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sqla_durable.cli.target import is_functions, runs_at
-from sqla_durable.exc import RunNotFound, UsageError
+from sqla_durable.exc import RunNotFound
 from sqla_durable.functions import FunctionHandle, Functions, FunctionSummary
 from sqla_durable.listing import RunSummary
 from sqla_durable.receipt import Receipt
@@ -175,10 +175,9 @@ class OpenFunctions(OpenRuns):
         return super().signal(_id(ident), name, payload)
 
     def knows(self, function: str) -> bool:
-        """Whether it is the name of a function that this process knows."""
-        with suppress(UsageError):
-            return self._runs.works()[0].verbs.registry.of(function) is not None
-        return False
+        """Whether it may be the name of a function: one that this process knows, if it knows any."""
+        known = self._runs.works()[0].verbs.starts()
+        return not known or function in known
 
     def start(self, name: str, *inputs: object, **options: Any) -> FunctionHandle:
         """See :meth:`.Functions.start`; here in a transaction of its own.
