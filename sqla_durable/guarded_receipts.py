@@ -29,7 +29,7 @@ def taking_back() -> ColumnElement[Any]:
 
     The guard cannot tell it from any other DELETE otherwise.
     """
-    return func.set_config(_TAKEN_BACK, bound("step", String()), True).label("taken_back")  # noqa: FBT003
+    return func.set_config(_TAKEN_BACK, bound("step", String()), True).label("taken_back")  # noqa: FBT003 - SQL
 
 
 def guard_receipts(receipts: OwnedRows) -> None:

@@ -5,7 +5,7 @@ The guard sees rows, not writers. What looks like a claim, a renewal or a landin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Any, Final
@@ -34,16 +34,14 @@ def guard_runs(rows: Rows[Any], status: Column[Any], lifecycle: Lifecycle[Any]) 
     # After the update, so that no trigger of the user's changes the row when it has been looked at. Most updates, such
     # as a renewal of the lease, change nothing of this and call nothing.
     fixed = [*rows.key, rows.column("created_at")]
-    moved = " OR ".join(f"OLD.{quoted(c.name)} IS DISTINCT FROM NEW.{quoted(c.name)}" for c in fixed)
     watched = [status, rows.column("fence"), rows.column("lease_owner"), *fixed]
-    changed = " OR ".join(f"OLD.{quoted(c.name)} IS DISTINCT FROM NEW.{quoted(c.name)}" for c in watched)
     expires = quoted(rows.column("lease_expires_at").name)
-    condition = f"{changed} OR (OLD.{expires} IS NULL) <> (NEW.{expires} IS NULL)"
+    condition = f"{_differ(watched)} OR (OLD.{expires} IS NULL) <> (NEW.{expires} IS NULL)"
     triggers = {"update": Trigger("AFTER UPDATE", condition)}
     is_partitioned = rows.table.dialect_options["postgresql"].get("partition_by") is not None
     if is_partitioned:
         # Of a row that moves to another partition no trigger after the update hears.
-        triggers["move"] = Trigger("BEFORE UPDATE", moved)
+        triggers["move"] = Trigger("BEFORE UPDATE", _differ(fixed))
     rules = _Rules(rows, status, lifecycle, "BEFORE" if is_partitioned else "AFTER")
     attach(
         rows.table,
@@ -80,7 +78,7 @@ DECLARE
   remedy text;
   reason text;
 BEGIN
-  IF TG_WHEN = '{self._moves}' AND ({self._differs()}) THEN
+  IF TG_WHEN = '{self._moves}' AND ({_differ([*self._rows.key, self._rows.column("created_at")])}) THEN
     code := '{KEY}';
     problem := 'its primary key or created_at would change';
     remedy := 'Receipts, leases and idempotency keys go by them: start another run.';
@@ -149,11 +147,10 @@ BEGIN
             f"OLD.{self._status} = {running} AND NEW.{self._status} = {ready} AND NEW.{self._owner} = OLD.{self._owner}"
         )
 
-    def _differs(self) -> str:
-        return " OR ".join(f"NEW.{name} IS DISTINCT FROM OLD.{name}" for name in self._fixed())
-
-    def _fixed(self) -> list[str]:
-        return [quoted(column.name) for column in (*self._rows.key, self._rows.column("created_at"))]
-
     def _ordered(self, statuses: AbstractSet[StrEnum]) -> list[str]:
         return [status.value for status in self._lifecycle.machine.transitions if status in statuses]
+
+
+def _differ(columns: Sequence[Column[Any]]) -> str:
+    """The condition that an update changes one of these columns."""
+    return " OR ".join(f"OLD.{quoted(c.name)} IS DISTINCT FROM NEW.{quoted(c.name)}" for c in columns)

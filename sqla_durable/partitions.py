@@ -269,7 +269,7 @@ class _Open:
         milliseconds = max(1, round(lock_timeout.total_seconds() * 1000))
         with translated(), self._told_of_locks(lock_timeout):
             self._refuse_snapshot()
-            self.connection.execute(select(func.set_config("lock_timeout", f"{milliseconds}ms", True)))  # noqa: FBT003
+            self.connection.execute(select(func.set_config("lock_timeout", f"{milliseconds}ms", True)))  # noqa: FBT003 - SQL
             yield
 
     def _refuse_snapshot(self) -> None:
@@ -359,7 +359,7 @@ class _Open:
 
     def _set(self, name: str, value: str) -> str:
         current = str(self.connection.execute(select(func.current_setting(name))).scalar_one())
-        self.connection.execute(select(func.set_config(name, value, True)))  # noqa: FBT003 - in this transaction only
+        self.connection.execute(select(func.set_config(name, value, True)))  # noqa: FBT003 - SQL - in this transaction only
         return current
 
     def qualified(self, each: _Listed) -> str:

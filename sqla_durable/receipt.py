@@ -42,7 +42,7 @@ from sqla_durable.guarded_receipts import guard_receipts
 from sqla_durable.mapping import add_check, add_foreign_key, when_mapped
 from sqla_durable.monthly import Monthly, configure, partitioned
 from sqla_durable.outcome import Effect as Effect  # noqa: PLC0414 - a receipt's words are had from here
-from sqla_durable.outcome import StepOutcome as StepOutcome  # noqa: PLC0414
+from sqla_durable.outcome import StepOutcome as StepOutcome  # noqa: PLC0414 - as above
 from sqla_durable.owned import OwnedRows, of_run_class
 from sqla_durable.rows import AnySelect, Ident, among, bound
 

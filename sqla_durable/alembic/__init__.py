@@ -31,7 +31,7 @@ def register() -> str:
      <https://alembic.sqlalchemy.org/en/latest/api/runtime.html#alembic.runtime.environment.EnvironmentContext.configure>`_.
     """
     # Not at import: whoever looks for the template needs no Alembic.
-    from sqla_durable.alembic.plugin import set_up  # noqa: PLC0415
+    from sqla_durable.alembic.plugin import set_up  # noqa: PLC0415 - as said above
 
     return set_up()
 
@@ -52,6 +52,6 @@ def keep_online(
     :param revision: as Alembic gives it.
     :param directives: what Alembic is about to write; changed in place.
     """
-    from sqla_durable.alembic.online import split  # noqa: PLC0415
+    from sqla_durable.alembic.online import split  # noqa: PLC0415 - as in register()
 
     split(context, revision, directives)
